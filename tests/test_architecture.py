@@ -52,7 +52,7 @@ def module_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("room", ORDER)
-def test_rooms_import_only_earlier_rooms(room):
+def test_packages_import_only_earlier_packages(room):
     allowed = set(ORDER[: ORDER.index(room) + 1]) - STRANGERS.get(room, set())
     for path in (ROOT / room).rglob("*.py"):
         imported = {name.partition(".")[0] for name in imports(path)}

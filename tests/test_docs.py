@@ -72,13 +72,13 @@ def stories(story) -> Path:
     return story.rename(story.parent / "my" / "stories.txt")
 
 
-def test_every_command_is_tested():
+def test_every_documented_command_is_tested():
     assert sorted(OTHERS) == sorted(TRAINING + GENERATION + COSTS)
     assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) == 3
 
 
 @pytest.mark.parametrize("line", TRAINING)
-def test_training_commands(command, stories, line):
+def test_documented_training_commands_run(command, stories, line):
     text = ("data=text", "data.path=my/stories.txt", "data.vocab_size=400")
     if re.search("data=(recall|track)", line):  # these tasks need no file
         text = ()
@@ -87,7 +87,7 @@ def test_training_commands(command, stories, line):
 
 
 @pytest.mark.parametrize("line", GENERATION)
-def test_generation_commands(command, tokenizer, line, monkeypatch):
+def test_documented_generation_commands_run(command, tokenizer, line, monkeypatch):
     monkeypatch.setattr(
         sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n"), isatty=lambda: False)
     )
@@ -98,13 +98,13 @@ def test_generation_commands(command, tokenizer, line, monkeypatch):
 
 
 @pytest.mark.parametrize("line", COSTS)
-def test_cost_cards(command, stories, line):
+def test_documented_cost_commands_print_tables(command, stories, line):
     small = ("attention=gqa", "model=tiny", "data=text", f"data.path={stories}")
     table = run(command, line, *small).out
     assert table.startswith("attention") and "gqa" in table
 
 
-def test_comparison_commands_and_reports(command, story, forked_jobs, monkeypatch):
+def test_documented_comparison_commands_run(command, story, forked_jobs, monkeypatch):
     monkeypatch.setattr(measures, "latencies", lambda runs: {name: {} for name in runs})
     train, tuned, page = (file_and_words(line)[1:] for line in COMPARISON)
     text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
@@ -121,7 +121,7 @@ def test_comparison_commands_and_reports(command, story, forked_jobs, monkeypatc
     command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
 
-def test_commands_with_a_model(command, trained, stories, monkeypatch):
+def test_documented_commands_that_use_a_model_run(command, trained, stories, monkeypatch):
     """Import, export, convert, train on and evaluate, in the order of the documents."""
     monkeypatch.setattr(lengths, "LONGEST", 1)  # use all of the text
     monkeypatch.setattr(lengths, "MULTIPLES", (1,))
@@ -132,7 +132,7 @@ def test_commands_with_a_model(command, trained, stories, monkeypatch):
         run(command, line.replace("runs/NAME", str(trained)), *more)
 
 
-def test_conversion_commands(command, tokenizer, story):
+def test_documented_conversion_commands_run(command, tokenizer, story):
     saved(Path("old"), tree_of("mha"), tokenizer)
     page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
@@ -163,7 +163,7 @@ def test_the_python_example_generates_text_and_computes_logits(command, tokenize
         close(layer.sum(-1), torch.ones(layer.shape[:-1]), rtol=1e-3, atol=1e-3)
 
 
-def test_examples_of_extensions_equal_the_shipped_code():
+def test_extension_examples_match_the_shipped_code():
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8") + TEXTS[0]
     examples = re.findall(
         r"^`([\w/.]+)`:\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE

@@ -46,7 +46,7 @@ def test_a_public_dataset_is_downloaded_or_streamed(repo, tmp_path, tokens):
     assert corpus.tokenizer.decode(train[:100].tolist()).startswith(STORIES[0])
 
 
-def test_a_corpus_is_reused_with_the_tokenizer_that_was_trained_on_it(repo, tmp_path, monkeypatch):
+def test_a_cached_corpus_is_reused_with_its_own_tokenizer(repo, tmp_path, monkeypatch):
     corpus = prepare(hub(repo), tmp_path / "cache")
     path = tmp_path / "run.model"
     path.write_bytes(corpus.tokenizer.files["tokenizer.model"])
@@ -55,7 +55,7 @@ def test_a_corpus_is_reused_with_the_tokenizer_that_was_trained_on_it(repo, tmp_
     assert again.sha256 == corpus.sha256
 
 
-def test_a_validation_split_is_held_out_and_otherwise_documents_by_hash(repo):
+def test_without_a_validation_split_documents_are_held_out_by_hash(repo):
     documents = documents_of(hub(repo))
     assert documents == [(text, True) for text in STORIES[:20]] + [(t, False) for t in STORIES]
     documents = documents_of(hub(repo, validation=None))
@@ -69,7 +69,7 @@ def test_rows_are_joined_into_documents(repo):
 
 
 @pytest.mark.parametrize("knobs", [{"text_field": "body"}, {"train": "absent"}, {"repo": "absent"}])
-def test_a_missing_dataset_is_refused_in_one_line(repo, tmp_path, knobs):
+def test_a_missing_dataset_is_refused_with_a_one_line_error(repo, tmp_path, knobs):
     source = hub(tmp_path / "absent") if "repo" in knobs else hub(repo, **knobs)
     with pytest.raises(ValueError, match=r"(?s)^cannot read the dataset .*fix: ") as error:
         prepare(source, tmp_path / "cache")

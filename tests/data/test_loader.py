@@ -36,7 +36,7 @@ def test_an_epoch_visits_every_row_once():
     assert len(rows.flatten().unique()) == rows.numel() == one.rows_per_epoch * 10
 
 
-def test_each_epoch_has_its_own_offset_and_order():
+def test_each_epoch_has_a_different_offset_and_order():
     one = loader(batch_size=98)  # all rows
     assert one.rows_per_epoch == 98
     first, second = one(0)[0], one(1)[0]
@@ -53,13 +53,13 @@ def order_of(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
     )
 
 
-def test_every_number_of_rows_has_a_permutation():
+def test_row_order_is_a_permutation_for_any_number_of_rows():
     for num_rows in range(1, 301):
         assert sorted(order_of(num_rows, seed=num_rows)) == list(range(num_rows))
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 5, 7, 16, 17, 100, 1000])
-def test_rows_of_small_texts_are_in_random_order(num_rows):
+def test_small_texts_are_shuffled_uniformly(num_rows):
     orders = np.array([order_of(num_rows, seed) for seed in range(2000)])
     # Every row is at every position equally often: each p-value is uniform, the lowest of `tests`
     # is below 0.001 / tests once in a thousand.
@@ -78,12 +78,12 @@ def test_rows_of_small_texts_are_in_random_order(num_rows):
     assert abs(error) <= 4 * neighbours.std() / len(orders) ** 0.5
 
 
-def test_epochs_of_small_texts_are_independent():
+def test_epochs_of_a_small_text_are_shuffled_independently():
     firsts = np.array([[order_of(4, seed, epoch)[0] for epoch in (0, 1)] for seed in range(500)])
     assert stats.chi2_contingency(np.histogram2d(*firsts.T, bins=4)[0]).pvalue > 0.001
 
 
-def test_memory_and_time_of_a_batch_do_not_depend_on_the_number_of_rows():
+def test_batch_memory_and_time_do_not_depend_on_the_number_of_rows():
     # Broadcast from one token: the text takes no memory.
     num_rows = 10**10
     text = np.broadcast_to(np.uint16(0), num_rows * 2 + 1)
@@ -99,7 +99,7 @@ def test_memory_and_time_of_a_batch_do_not_depend_on_the_number_of_rows():
         assert stats.kstest(rows / (2 * num_rows), "uniform").pvalue > 0.001
 
 
-def test_only_the_training_part_of_a_file_is_read_at_random(tmp_path):
+def test_random_reads_are_advised_only_for_the_training_part_of_a_file(tmp_path):
     path = tmp_path / "ids.bin"
     np.zeros(20 * mmap.PAGESIZE, dtype=np.uint16).tofile(path)
     tokens = np.memmap(path, np.uint16, "r", offset=1024)  # a header, as in llm.c
@@ -124,7 +124,7 @@ def test_a_batch_depends_only_on_seed_and_step():
     assert not torch.equal(used(7)[0], used(8)[0])
 
 
-def test_ranks_and_micro_batches_split_one_batch():
+def test_ranks_and_micro_batches_split_the_same_batch():
     whole = loader()(2)[0]
     assert torch.equal(
         torch.cat([loader()(2, slice(start, start + 1))[0] for start in range(4)]), whole
@@ -132,19 +132,19 @@ def test_ranks_and_micro_batches_split_one_batch():
 
 
 @pytest.mark.parametrize("length", [1, 10, 49])
-def test_too_little_text_for_one_batch_is_refused(length):
+def test_a_text_shorter_than_one_batch_is_refused(length):
     with pytest.raises(ValueError, match=f"have {length} tokens, need 51"):
         Loader([TEXT[:length]], context=10, batch_size=4, seed=0)
     Loader([TEXT[:51]], context=10, batch_size=4, seed=0)(0)
 
 
-def test_documents_are_numbered_from_bos_to_bos():
+def test_document_ids_increase_at_each_bos():
     inputs = torch.tensor([[5, 2, 1, 6, 7, 2, 1, 1], [1, 5, 5, 5, 5, 5, 5, 5]])
     assert document_ids(inputs, bos=1).tolist() == [[0, 0, 1, 1, 1, 1, 2, 3], [1] * 8]
 
 
 @pytest.mark.parametrize("context, batch", [(10, 4), (999, 1), (64, 3), (2000, 2)])
-def test_windows_hold_every_target_once(context, batch):
+def test_eval_windows_contain_every_target_once(context, batch):
     seen = []
     for inputs, targets in eval_windows(np.concatenate(SHARDS), context, batch):
         assert inputs.shape == targets.shape == (batch, context)

@@ -25,14 +25,14 @@ def test_bins_end_at_powers_of_two():
     assert names[:9] == ["1", "2", "3-4", "3-4", *["5-8"] * 4, "9-16"]
 
 
-def test_repeated_bigrams_of_a_tiny_text():
+def test_repeated_bigrams_are_found_in_a_tiny_text():
     #          a  b  c  a  b  a  b  c  d
     text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
     is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
     assert is_repeated.tolist() == [[0, 0, 0, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1, 0, 1]]
 
 
-def test_slices_without_targets_are_left_out():
+def test_slices_without_targets_are_omitted():
     sums = np.zeros((2, NUM_BINS))
     counts = np.zeros((2, NUM_BINS))
     sums[1, 2], counts[1, 2] = 6.0, 4
@@ -43,7 +43,7 @@ def test_slices_without_targets_are_left_out():
     }
 
 
-def test_slices_of_a_run_add_up_to_its_loss_and_match_its_logits(run_of):
+def test_slice_losses_match_losses_computed_from_logits(run_of):
     run = run_of()
     tokens = run.corpus.validation
     take_step(run)

@@ -38,7 +38,7 @@ def is_empty(cache: Path) -> bool:
     return [path.name for path in cache.glob("*")] in ([], [".lock"])
 
 
-def test_the_library_split_matches_its_documentation():
+def test_the_stdlib_split_matches_its_documentation():
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = "test tests idlelib lib2to3 encodings pydoc_data site-packages dist-packages"
     files = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -77,7 +77,7 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_packages_are_read_without_tests_and_generated_files(package):
+def test_tests_and_generated_files_of_packages_are_skipped(package):
     source = Packages(vocab_size=400, tokenizer=None, packages=["zoo"])
     read = ["zoo/one.py", "zoo/two.py", "zoo/late.py", "zoo/short.py"]
     read.sort(key=lambda path: hashlib.sha256(path.encode()).hexdigest())
@@ -88,7 +88,7 @@ def test_packages_are_read_without_tests_and_generated_files(package):
     assert [held for _, held in documents] == [is_held_out(path) for path in read]
 
 
-def test_a_copied_file_is_read_only_once(package):
+def test_copies_of_a_file_are_skipped(package):
     record = package / "zoo-2.0.dist-info/RECORD"
     # Two of three long lines occur in zoo/one.py; in the other file, one of two.
     texts = {
@@ -111,7 +111,7 @@ def test_a_copied_file_is_read_only_once(package):
     assert texts["zoo/half.py"] in read
 
 
-def test_another_version_of_a_package_is_another_corpus(package):
+def test_a_changed_package_changes_the_corpus_identity(package):
     def identity():
         return Packages(vocab_size=400, tokenizer=None, packages=["zoo"]).identity()
 
@@ -123,12 +123,12 @@ def test_another_version_of_a_package_is_another_corpus(package):
     assert identity() != before
 
 
-def test_a_package_that_is_not_installed_is_named():
+def test_the_error_names_a_package_that_is_not_installed():
     with pytest.raises(ValueError, match=r"not installed .unheard-of.\. fix: pip install"):
         Packages(vocab_size=400, tokenizer=None, packages=["numpy", "unheard-of"])
 
 
-def test_a_txt_is_cut_at_separator_lines_only(tmp_path):
+def test_a_txt_file_is_split_only_at_separator_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes(
         "\ufeffone\r\n<|endoftext|>\n two <|endoftext|> 2\n\n\n<|endoftext|>\r\n\n<|endoftext|>\nthree".encode()
     )
@@ -140,7 +140,7 @@ ROWS = ["2020-01-01", "NA", " a\r\nb \u2028 'c', \"d\"\n", "12", "🐈", "x" * 2
 
 
 @pytest.mark.parametrize("suffix", TEXT_SUFFIXES[1:])
-def test_rows_become_unchanged_documents(tmp_path, suffix):
+def test_each_row_becomes_one_unchanged_document(tmp_path, suffix):
     file = tmp_path / f"rows{suffix}"
     rows = table({"n": range(len(ROWS)), "body": ROWS})
     if suffix == ".jsonl":
@@ -152,12 +152,12 @@ def test_rows_become_unchanged_documents(tmp_path, suffix):
     assert texts(file, text_field="body") == ROWS
 
 
-def test_a_row_may_be_a_whole_book(tmp_path):
+def test_a_jsonl_row_can_contain_a_whole_book(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 3_000_000}), encoding="utf-8")
     assert [len(text) for text in texts(tmp_path / "a.jsonl")] == [3_000_000]
 
 
-def test_folders_and_globs_read_all_kinds(tmp_path):
+def test_folders_and_globs_include_all_text_formats(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(
@@ -184,7 +184,7 @@ SPELLINGS = (
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_path_may_be_spelled_in_any_way(tmp_path, monkeypatch, spelling):
+def test_all_spellings_of_a_path_find_the_same_files(tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("t.txt", "b/T2.TXT", "b/val/v.txt"):
@@ -199,7 +199,7 @@ def test_a_path_may_be_spelled_in_any_way(tmp_path, monkeypatch, spelling):
     assert {file.name for file in split.train} == {"t.txt", "T2.TXT"}
 
 
-def test_a_folder_follows_links_and_skips_hidden_files(tmp_path):
+def test_folder_search_follows_links_and_skips_hidden_files(tmp_path):
     for name in ("corpus/a.txt", "corpus/val/v.txt", "elsewhere/b.txt", "corpus/.old/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name, encoding="utf-8")
@@ -238,7 +238,7 @@ def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
         source(tmp_path / "a.txt", separator="---\n")
 
 
-def test_unread_files_of_a_folder_are_named(tmp_path, capsys):
+def test_unread_files_in_a_folder_are_reported(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     with pytest.raises(
@@ -252,7 +252,7 @@ def test_unread_files_of_a_folder_are_named(tmp_path, capsys):
     assert source(tmp_path / "a.txt").note() is None
 
 
-def test_the_globs_in_an_error_read_the_folder(tmp_path):
+def test_the_globs_suggested_by_an_error_match_all_files(tmp_path):
     (tmp_path / "deep").mkdir()
     for number in range(30):
         (tmp_path / f"{number}.md").write_text(f"page {number}", encoding="utf-8")
@@ -279,13 +279,13 @@ def test_suffixes_are_case_insensitive(tmp_path):
 
 @pytest.mark.parametrize("suffix", (".txt", ".jsonl", ".csv"))
 @pytest.mark.parametrize("content", (b"", b"\n \n"))
-def test_an_empty_file_does_not_stop_a_folder(tmp_path, suffix, content):
+def test_empty_files_in_a_folder_are_skipped(tmp_path, suffix, content):
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     (tmp_path / f"empty{suffix}").write_bytes(content)
     assert texts(tmp_path) == ["text"]
 
 
-def test_a_row_of_a_csv_may_be_a_whole_book(tmp_path):
+def test_a_csv_row_can_contain_a_whole_book(tmp_path):
     csv.write_csv(table({"text": ["x" * 3_000_000, "y"]}), tmp_path / "a.csv")
     assert [len(text) for text in texts(tmp_path / "a.csv")] == [3_000_000, 1]
 
@@ -313,7 +313,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_document_encoded_in_parts_has_the_same_tokens(tmp_path, monkeypatch, kind):
+def test_encoding_a_document_in_parts_gives_the_same_tokens(tmp_path, monkeypatch, kind):
     if kind == "with a space in front" and not STORIES.exists():
         pytest.skip("needs the datasets beside the repository")
     tokenizer = TOKENIZERS[kind]()
@@ -339,7 +339,7 @@ def test_a_document_encoded_in_parts_has_the_same_tokens(tmp_path, monkeypatch, 
     assert longest <= 100 and encoded == [token for tokens in expected for token in tokens]
 
 
-def test_a_text_that_cannot_be_cut_is_still_complete(tmp_path, monkeypatch):
+def test_a_text_without_cut_points_is_encoded_completely(tmp_path, monkeypatch):
     tokenizer = Tokenizer.train([text * 30 for text in SCRIPTS], 400)
     monkeypatch.setattr("data.prepare.PART_CHARS", 100)
     monkeypatch.setattr(Tokenizer, "last_cut", lambda self, text: 0)
@@ -355,7 +355,7 @@ def source_of(parts: list[Part]) -> SimpleNamespace:
     return SimpleNamespace(parts=lambda: iter(parts))
 
 
-def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, monkeypatch):
+def test_size_limits_apply_to_a_single_long_document(tmp_path, monkeypatch):
     """The end of a single text is held out, at most MAX_VALIDATION_BYTES of it."""
     for name, value in (("PART_CHARS", 100), ("MAX_VALIDATION_BYTES", 300)):
         monkeypatch.setattr(f"data.prepare.{name}", value)
@@ -382,7 +382,7 @@ def test_a_long_document_is_held_out_and_trained_on_within_the_limits(tmp_path, 
     assert text.startswith(held_out) and 200 < len(held_out) <= 300
 
 
-def test_memory_does_not_grow_with_the_longest_document(tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_document_length(tmp_path, monkeypatch):
     monkeypatch.setattr("data.files.PART_CHARS", 10_000)
     monkeypatch.setattr("data.prepare.PART_CHARS", 10_000)
     monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 10_000)
@@ -425,7 +425,7 @@ def test_validation_files_are_held_out_and_test_files_are_never_trained_on(tmp_p
     assert held == {NAMES[names]} - {""} and train == {*names.split()} - held - unused
 
 
-def test_documents_of_a_split_come_from_its_files(tmp_path):
+def test_each_split_is_read_from_its_own_files(tmp_path):
     for split in ("train", "validation", "test"):
         rows = table({"text": [f"{split} {n}" for n in range(9)]})
         parquet.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet")
@@ -438,7 +438,7 @@ def test_documents_of_a_split_come_from_its_files(tmp_path):
     assert source(tmp_path).identity() != before
 
 
-def test_a_file_with_another_suffix_is_prepared_again(tmp_path):
+def test_changing_a_file_suffix_changes_the_corpus_identity(tmp_path):
     """The suffix selects the reader, so a corpus of the old suffix must not be reused."""
     content = '{"text": "first"}\n{"text": "second"}\n'
     found = set()
@@ -448,7 +448,7 @@ def test_a_file_with_another_suffix_is_prepared_again(tmp_path):
     assert len(found) == 2  # changing only the name changes nothing
 
 
-def test_documents_are_held_out_by_their_own_hash(tmp_path):
+def test_documents_are_held_out_by_hash_in_any_order(tmp_path):
     documents = [f"document {i}" for i in range(200)]
     for order in (documents, documents[::-1]):
         (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(order), encoding="utf-8")
@@ -456,7 +456,7 @@ def test_documents_are_held_out_by_their_own_hash(tmp_path):
         assert held_out == set(filter(is_held_out, documents))
 
 
-def test_a_few_documents_hold_out_one_and_a_single_one_its_end(tmp_path):
+def test_one_of_a_few_documents_or_the_end_of_a_single_one_is_held_out(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")
@@ -491,7 +491,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, name):
+def test_unusable_text_is_refused_and_leaves_no_files(tmp_path, name):
     content, said = BAD[name]
     if content is None:
         os.mkfifo(tmp_path / name)
@@ -504,7 +504,7 @@ def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, name):
     assert is_empty(tmp_path / "cache")
 
 
-def test_a_corpus_has_every_document_between_bos_and_eos(tmp_path, story):
+def test_every_document_in_a_corpus_is_between_bos_and_eos(tmp_path, story):
     corpus = prepare(source(story), tmp_path / "cache")
     pieces = corpus.tokenizer
     hashes = []
@@ -519,7 +519,7 @@ def test_a_corpus_has_every_document_between_bos_and_eos(tmp_path, story):
     assert corpus.sha256 == hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def test_a_corpus_is_rebuilt_only_if_its_text_changes(tmp_path, story, monkeypatch):
+def test_a_corpus_is_rebuilt_only_if_its_inputs_change(tmp_path, story, monkeypatch):
     built = []
 
     def build(*arguments):
@@ -543,7 +543,7 @@ def test_a_corpus_is_rebuilt_only_if_its_text_changes(tmp_path, story, monkeypat
     assert len(built) == 4
 
 
-def test_an_interrupted_preparation_is_repeated(tmp_path, story, monkeypatch):
+def test_an_interrupted_preparation_starts_over(tmp_path, story, monkeypatch):
     folders = []
 
     def interrupted(source, tokenizer, folder):
@@ -561,7 +561,7 @@ def test_an_interrupted_preparation_is_repeated(tmp_path, story, monkeypatch):
     assert not half.exists()
 
 
-def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
+def test_two_processes_build_a_corpus_only_once(tmp_path, story, monkeypatch):
     build = preparation.build_corpus
     built = tmp_path / "built"
 
@@ -578,7 +578,7 @@ def test_two_processes_build_one_corpus(tmp_path, story, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
-def test_the_dtype_of_a_shard_fits_its_vocabulary(tmp_path, story, vocab_size, dtype, monkeypatch):
+def test_the_shard_dtype_fits_the_vocabulary(tmp_path, story, vocab_size, dtype, monkeypatch):
     tokens = [0, 1, vocab_size - 1]
     monkeypatch.setattr(IdTokenizer, "encode_documents", lambda self, texts: [tokens] * len(texts))
     (tmp_path / "ids.model").write_bytes(IdTokenizer(vocab_size, 2).files["tokenizer.model"])
@@ -588,14 +588,14 @@ def test_the_dtype_of_a_shard_fits_its_vocabulary(tmp_path, story, vocab_size, d
 
 
 @pytest.mark.parametrize("token, error", [(2**16, OverflowError), (None, TypeError)])
-def test_a_preparation_that_fails_leaves_nothing(tmp_path, story, monkeypatch, token, error):
+def test_a_failed_preparation_leaves_no_files(tmp_path, story, monkeypatch, token, error):
     monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: [[token]] * len(texts))
     with pytest.raises(error):  # tokens must not wrap around
         prepare(source(story), tmp_path / "cache")
     assert is_empty(tmp_path / "cache")
 
 
-def test_only_two_megabytes_are_held_out(tmp_path, monkeypatch):
+def test_the_size_of_the_held_out_text_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("data.prepare.MAX_VALIDATION_BYTES", 300)
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"{i} " * 20}) + "\n" for i in range(100)), encoding="utf-8"

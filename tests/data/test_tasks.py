@@ -41,7 +41,7 @@ def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("vocab_size", [64, 8192])
-def test_each_query_of_recall_asks_for_the_value_of_its_key(vocab_size):
+def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
     """As in multiquery_ar of Zoology: keys are in the lower half of the ids, and other positions are 0."""
     seen = set()
     for seed, size in enumerate((3, 7, 16) * 20):
@@ -69,7 +69,7 @@ def test_each_query_of_recall_asks_for_the_value_of_its_key(vocab_size):
 
 
 @pytest.mark.parametrize("elements", [2, 3, 4])
-def test_targets_of_track_are_the_product_of_the_permutations_so_far(elements):
+def test_track_targets_are_running_products_of_permutations(elements):
     numbered = [*permutations(range(elements))]
     inputs, targets, distances = row(track(elements=elements), CONTEXT)
     things = list(range(elements))
@@ -97,7 +97,7 @@ def test_the_floor_is_the_accuracy_of_guessing_the_most_frequent_answer(task):
 
 
 @pytest.mark.parametrize("power", [0.01, 1.0])
-def test_distances_of_queries_follow_the_power_law(power):
+def test_query_distances_follow_the_power_law(power):
     task = recall(power=power)
     num_places = (CONTEXT - 2) // 2
     counts = np.zeros(num_places)
@@ -111,7 +111,7 @@ def test_distances_of_queries_follow_the_power_law(power):
 
 
 @pytest.mark.parametrize("task", [recall(), track()])
-def test_rows_are_a_function_of_seed_and_number(task):
+def test_rows_depend_only_on_seed_and_row_number(task):
     corpus = task.corpus()
     loader = corpus.loader(CONTEXT, 8, seed=1)
     inputs, targets, positions = loader(3)
@@ -133,7 +133,7 @@ def test_rows_are_a_function_of_seed_and_number(task):
     assert sum(counted) == sum(task.sizes) * 24 // len(task.sizes)
 
 
-def test_accuracies_equal_a_loop_over_the_rows():
+def test_accuracies_match_a_loop_over_the_rows():
     sizes = [3, 7]
     corpus = recall(pairs=sizes).corpus()
     correct = dict.fromkeys(sizes, 0)
@@ -165,7 +165,7 @@ def test_accuracies_equal_a_loop_over_the_rows():
         assert found == {"accuracy": pytest.approx(np.mean(values)), "tokens": len(values)}
 
 
-def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
+def test_a_task_run_can_be_trained_resumed_and_evaluated(command):
     words = (*TINY, "data=recall", "data.pairs=[2,4]", "context=64", "batch_tokens=512", "name=r")
     words = (*words, "data.vocab_size=128", "ffn=none")
     result = command("train.py", *words, "steps=4", "save_every=2", "eval_every=2").succeeded()
@@ -181,7 +181,7 @@ def test_a_run_on_a_task_is_trained_resumed_and_evaluated(command):
     assert changed.code == 2
 
 
-def test_the_batch_size_does_not_change_the_rows_of_an_evaluation():
+def test_the_batch_size_does_not_change_the_evaluated_rows():
     corpus = recall().corpus()
     counts = []
     for batch_size in (5, 8):
@@ -207,7 +207,7 @@ def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem
 
 
 @pytest.mark.long
-def test_full_attention_recalls_all_values_and_a_window_the_near_ones(command):
+def test_full_attention_recalls_all_values_and_a_window_only_nearby_ones(command):
     """64 tokens and 4 pairs: a cell of Zoology's figure 2, with its convolution at each mixer."""
     words = ("data=recall", "context=64", "data.pairs=[4]", "ffn=none", "model.dim=64")
     words = (*words, "model.depth=2", "model.heads=1", "device=cpu", "attention=conv")

@@ -61,7 +61,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_long_text_has_the_tokens_of_the_whole_text(tmp_path, monkeypatch, name):
+def test_encoding_a_long_text_in_pieces_gives_the_same_tokens(tmp_path, monkeypatch, name):
     options, is_cut = MODELS[name]
     own = {
         "model_type": "bpe",
@@ -95,7 +95,7 @@ def test_a_long_text_has_the_tokens_of_the_whole_text(tmp_path, monkeypatch, nam
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("prefix", [True, False])
-def test_any_text_round_trips_through_a_foreign_tokenizer(tmp_path, story, kind, prefix):
+def test_any_text_round_trips_through_an_external_tokenizer(tmp_path, story, kind, prefix):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
         model_prefix=str(tmp_path / "a"),
@@ -144,7 +144,7 @@ def test_newlines_and_indents_share_tokens_and_digits_are_single_tokens(tokenize
 @pytest.mark.parametrize(
     "text", ["", "a", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001]
 )
-def test_long_texts_are_cut_at_line_ends_if_possible(text):
+def test_long_texts_are_split_at_line_ends_if_possible(text):
     pieces = PIECES.findall(text)
     assert "".join(pieces) == text
     assert all(len(piece) <= 4000 for piece in pieces)
@@ -152,7 +152,7 @@ def test_long_texts_are_cut_at_line_ends_if_possible(text):
         assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
 
 
-def test_an_error_in_the_text_propagates_from_training():
+def test_errors_raised_by_the_text_iterator_propagate():
     def texts():
         yield "one two three"
         raise KeyboardInterrupt
@@ -174,7 +174,7 @@ def test_a_given_tokenizer_is_used(tmp_path, story, tokenizer):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_byte_counts_of_tokens_add_up_to_their_text(tmp_path, story, prefix):
+def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, story, prefix):
     texts = story.read_text(encoding="utf-8").replace("\n", " ").split("<|endoftext|> ")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -192,7 +192,7 @@ def test_byte_counts_of_tokens_add_up_to_their_text(tmp_path, story, prefix):
     assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
 
 
-def test_without_a_tokenizer_text_is_a_list_of_ids(tmp_path):
+def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
     assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256)

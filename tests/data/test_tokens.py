@@ -55,7 +55,7 @@ def fill(folder: Path, form: str, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_corpus_has_the_ids_of_its_files(tmp_path, form):
+def test_a_corpus_contains_the_ids_in_its_files(tmp_path, form):
     fill(tmp_path / "corpus", form)
     corpus = prepare(source(tmp_path / "corpus"), tmp_path / "cache")
     assert np.concatenate(corpus.train).tolist() == joined(stories(200, 0))
@@ -70,7 +70,7 @@ def test_a_corpus_has_the_ids_of_its_files(tmp_path, form):
 
 
 @pytest.mark.parametrize("most, held", [(500, 50), (7, 7)])
-def test_without_a_name_the_end_of_the_last_file_is_held_out(tmp_path, most, held):
+def test_without_a_validation_file_the_end_of_the_last_file_is_held_out(tmp_path, most, held):
     save(tmp_path / "a.bin", [1] * 300)
     save(tmp_path / "b.bin", [*range(100)] * 10)
     corpus = prepare(source(tmp_path, validation_tokens=most), tmp_path / "cache")
@@ -78,7 +78,7 @@ def test_without_a_name_the_end_of_the_last_file_is_held_out(tmp_path, most, hel
     assert corpus.validation.tolist() == [*range(100 - held, 100)]
 
 
-def test_a_run_needs_no_tokenizer(command):
+def test_a_run_on_token_ids_needs_no_tokenizer(command):
     fill(Path("corpus"), "llama-3")
     words = [
         *TINY,
@@ -110,7 +110,7 @@ def test_a_run_needs_no_tokenizer(command):
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(70_001, None), (100, "uint32")])
-def test_a_bin_without_a_header_may_be_uint32(tmp_path, vocab_size, dtype):
+def test_a_bin_file_without_a_header_can_be_uint32(tmp_path, vocab_size, dtype):
     """Our own shards are uint32 if the vocabulary does not fit into uint16."""
     ids = [*range(1, 90)] * 9 + [vocab_size - 1]
     np.array(ids, "<u4").tofile(tmp_path / "a.bin")
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_unusable_tokens_are_refused_in_one_line_and_leave_nothing(command, case):
+def test_unusable_token_files_are_refused_and_leave_no_files(command, case):
     BAD[case][0]()
     before = {path.name for path in Path().iterdir()}
     words = ["data=tokens", "data.path=.", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
@@ -172,7 +172,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("word", KEYS)
-def test_keys_that_contradict_the_tokens_are_refused(command, word):
+def test_settings_that_contradict_the_token_files_are_refused(command, word):
     save(Path("a.bin"), ONES)
     Path("story.txt").write_text("text that could be read as ids " * 100, encoding="utf-8")
     words = ["data=tokens", "data.path=a.bin", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]

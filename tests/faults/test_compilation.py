@@ -52,7 +52,7 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
-def test_each_instruction_set_has_its_own_cache():
+def test_each_instruction_set_has_a_separate_cache():
     caches = set()
     for capability in ("default", "avx2"):
         env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
@@ -100,7 +100,7 @@ def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) 
 
 
 @compiles
-def test_killed_compilations_and_broken_libraries_do_not_harm_later_ones(tmp_path):
+def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilations(tmp_path):
     """Empty probes of the instruction set, as left by a killed linker, and unusable kernels."""
     cache = tmp_path / "cache"
     command = ("-c", COMPILING, str(ROOT), "decoding")
@@ -121,7 +121,9 @@ def test_killed_compilations_and_broken_libraries_do_not_harm_later_ones(tmp_pat
 @pytest.mark.long
 @compiles
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_ends_a_compiling_run_and_does_not_harm_later_ones(tmp_path, story, number, code):
+def test_a_signal_during_compilation_ends_the_run_and_does_not_affect_later_runs(
+    tmp_path, story, number, code
+):
     cache = tmp_path / "cache"
     words = ("steps=2", "save_every=2", "model.depth=1", "compile=true")
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
@@ -166,9 +168,7 @@ def test_training_continues_uncompiled_if_compilation_fails(run_of, broken_compi
 
 
 @compiles
-def test_a_failed_compilation_that_was_requested_is_reported_in_one_line(
-    run_of, broken_compiler, capfd
-):
+def test_a_requested_compilation_that_fails_is_reported_in_one_line(run_of, broken_compiler, capfd):
     run = run_of("compile=true")
     with pytest.raises(SystemExit) as end:
         take_step(run)
@@ -180,7 +180,7 @@ def test_a_failed_compilation_that_was_requested_is_reported_in_one_line(
 
 @compiles
 @pytest.mark.parametrize("step", ["training", "decoding"])
-def test_torch_compiles_in_a_clone_whose_path_has_spaces(tmp_path, step):
+def test_compilation_works_in_a_clone_whose_path_has_spaces(tmp_path, step):
     """With a virtual environment inside, as in the README."""
     clone = tmp_path / "My Projects"
     shutil.copytree(ROOT / "run", clone / "run")

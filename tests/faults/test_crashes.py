@@ -90,12 +90,12 @@ def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
     return found
 
 
-def test_every_crash_point(job, whole):
+def test_a_run_resumes_from_every_crash_point(job, whole):
     points, found = every_crash_point(job, whole)
     assert points > 60 and found == []
 
 
-def test_the_crash_points_detect_a_saver_that_writes_in_place(job, whole):
+def test_crash_points_detect_a_saver_that_writes_in_place(job, whole):
     assert every_crash_point(job, whole, harness.in_place)[1]
 
 
@@ -103,11 +103,11 @@ MANY = [pytest.param(102, seed, marks=pytest.mark.long) for seed in range(1, 6)]
 
 
 @pytest.mark.parametrize("kills, seed", [(15, 0), *MANY])
-def test_random_kills(job, whole, kills, seed):
+def test_a_run_resumes_after_random_kills(job, whole, kills, seed):
     assert random_kills(job, whole, kills, seed) == []
 
 
-def test_a_power_cut_loses_nothing_that_was_saved(job, whole):
+def test_a_power_cut_loses_no_saved_checkpoint(job, whole):
     assert power_cuts(job, whole, range(20, 120, 9)) == []
 
 
@@ -131,7 +131,7 @@ def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(1, 5))
-def test_a_disk_error_at_any_file_leaves_no_incomplete_folder(tmp_path, monkeypatch, number):
+def test_a_disk_error_in_any_sync_leaves_no_incomplete_folder(tmp_path, monkeypatch, number):
     calls, fsync = [], os.fsync
 
     def failing(descriptor: int) -> None:

@@ -92,12 +92,12 @@ def test_a_thousand_flipped_bits_are_detected(spoiled, capfd):
     assert "damaged file" in capfd.readouterr().err
 
 
-def test_other_damage_is_detected(spoiled):
+def test_truncated_deleted_swapped_and_linked_files_are_detected(spoiled):
     assert damage(spoiled, [cut, empty, delete, swap, link], 200) == []
 
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
-def test_damage_is_loaded_without_verification(spoiled, ways, monkeypatch):
+def test_damaged_files_are_loaded_without_verification(spoiled, ways, monkeypatch):
     monkeypatch.setattr(sealed, "verify", sealed.verify)  # lets monkeypatch undo harness.trusting
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
@@ -194,7 +194,7 @@ def loaded(run: Path) -> None:
         load_model(checkpoint.newest_checkpoint(run), "cpu")
 
 
-def test_names_in_a_manifest_cannot_leave_the_folder(tmp_path):
+def test_manifest_entries_outside_the_folder_are_refused(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
         folder = tmp_path / "folder"
@@ -208,14 +208,14 @@ def test_names_in_a_manifest_cannot_leave_the_folder(tmp_path):
         sealed.remove(folder)
 
 
-def test_a_nested_manifest_is_reported_as_damage(tmp_path):
+def test_a_deeply_nested_manifest_is_reported_as_damage(tmp_path):
     body = 100_000 * b"[" + b"\n"
     (tmp_path / "manifest.json").write_bytes(body + sealed.seal(body))
     with pytest.raises(IntegrityError, match="recursion"):
         sealed.verify(tmp_path, "none")
 
 
-def test_the_target_of_a_link_is_not_removed(tmp_path):
+def test_removing_a_link_keeps_its_target(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")

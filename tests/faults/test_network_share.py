@@ -49,9 +49,9 @@ def test_a_run_is_saved_and_resumed_with_one_warning_of_each_kind(preload, story
     assert folders == ["step-00000002", "step-00000003"]
 
 
-def test_every_crash_point_is_survived_there(preload):
+def test_a_run_on_a_network_share_resumes_from_every_crash_point(preload):
     """Runs the test of all crash points in a process with the preloaded library."""
-    test = "tests/faults/test_crashes.py::test_every_crash_point"
+    test = "tests/faults/test_crashes.py::test_a_run_resumes_from_every_crash_point"
     # Checked inside the process, to be sure that the library is loaded.
     check = "import os, sys, pytest\ntry: os.fsync(os.open('/', 0))\nexcept OSError: pass\n"
     check += "else: sys.exit('the library is not loaded')\nsys.exit(pytest.main(sys.argv[1:]))"
@@ -69,7 +69,7 @@ print(prepare(source(Path(sys.argv[1])), Path(sys.argv[2])).sha256)
 """
 
 
-def test_processes_can_prepare_one_text_at_the_same_time(preload, story, tmp_path):
+def test_two_processes_can_prepare_the_same_text_concurrently(preload, story, tmp_path):
     cache = tmp_path / "cache"
     how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     words = [sys.executable, "-c", PREPARE, str(story), str(cache)]

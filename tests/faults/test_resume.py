@@ -45,7 +45,9 @@ def one_step_only() -> None:
         ),
     ],
 )
-def test_a_run_cut_after_every_step_equals_the_whole_run(job, precision, words, monkeypatch):
+def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_run(
+    job, precision, words, monkeypatch
+):
     cast = trainer.hardware.autocast
     monkeypatch.setattr(
         trainer.hardware,
@@ -62,7 +64,7 @@ def test_a_run_cut_after_every_step_equals_the_whole_run(job, precision, words, 
 
 
 @pytest.mark.parametrize("broken", ["optimizer", "reported_step", "log", "reseeded"])
-def test_the_cut_run_detects_state_that_is_not_restored(job, whole, broken):
+def test_interrupted_runs_differ_if_any_state_is_not_restored(job, whole, broken):
     def forget() -> None:
         one_step_only()
         restore = checkpointer.Checkpointer.restore
@@ -101,7 +103,7 @@ def killed_in_step(number: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_killed_run_equals_the_whole_run(job, optimizer):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(job, optimizer):
     words = (f"optimizer={optimizer}", "steps=24", "save_every=8")
     job.fresh()
     assert forked(job.with_words(*words)) == 0
@@ -128,7 +130,7 @@ def spoiled_in_step(number: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
-def test_a_run_that_diverged_resumes_from_its_last_save(job, optimizer, monkeypatch, capfd):
+def test_a_diverged_run_resumes_from_its_last_checkpoint(job, optimizer, monkeypatch, capfd):
     def sgd(model, *, lr: float, momentum: float):
         return [torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)]
 
@@ -149,7 +151,7 @@ def test_a_run_that_diverged_resumes_from_its_last_save(job, optimizer, monkeypa
     assert job.curve() == expected
 
 
-def test_fitted_steps_are_kept_if_both_bounds_are_given(job, monkeypatch):
+def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
     monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
     monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
     job.fresh()
@@ -196,7 +198,7 @@ def test_a_resumed_run_is_compiled_if_its_first_process_was(job, monkeypatch):
 
 
 @pytest.mark.parametrize("cut", ["stream_text", "evaluate"])
-def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole, cut):
+def test_a_run_killed_after_its_last_save_resumes_without_training(job, whole, cut):
     def killed_at_the_end() -> None:
         function = getattr(evaluation, cut)
 
@@ -218,7 +220,7 @@ def test_a_run_killed_after_its_last_save_only_samples_and_evaluates(job, whole,
     assert job.curve() == whole.curve()
 
 
-def test_evaluation_samples_and_logging_do_not_change_training(job, whole):
+def test_evaluation_sampling_and_logging_do_not_change_training(job, whole):
     job.fresh()
     assert (
         forked(job.with_words("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")) == 0
@@ -262,7 +264,7 @@ THEN = {
 
 
 @pytest.mark.parametrize("key", [*FIXED, *FREE])
-def test_allowed_changes_are_reported_and_others_are_refused(key):
+def test_resume_reports_allowed_changes_and_refuses_others(key):
     now = THEN | {key: (FIXED | FREE)[key]}
     if key in FIXED:
         with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
@@ -273,20 +275,22 @@ def test_allowed_changes_are_reported_and_others_are_refused(key):
         )
 
 
-def test_a_run_with_another_order_of_rows_is_refused():
+def test_resume_refuses_a_run_with_a_different_row_order():
     now = THEN | {"row_order": 2}  # a run of the first version has no such key
     with pytest.raises(ValueError, match="00001 is from a version that reads the rows"):
         checkpointer.check_resumed(THEN, now, Path("run/checkpoints/step-00000001"))
 
 
-def test_a_change_of_the_machine_is_reported():
+def test_resume_reports_a_change_of_machine():
     said = checkpointer.check_resumed(
         THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
     )
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
-def test_a_changed_seed_text_or_order_is_refused_by_the_command(job, capfd, monkeypatch):
+def test_the_command_refuses_to_resume_with_a_changed_seed_batch_model_or_row_order(
+    job, capfd, monkeypatch
+):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     for word in ("seed=1", "batch_tokens=128", "model.tied=true"):

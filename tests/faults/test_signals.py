@@ -53,7 +53,7 @@ PLACES = {
 
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_saves_and_ends(job, whole, number, place, capfd):
+def test_a_signal_saves_and_ends_a_run(job, whole, number, place, capfd):
     job.fresh()
     where, call, saved = PLACES[place]
     assert forked(job, sending(number, where, call)) == CODES[number]
@@ -64,14 +64,14 @@ def test_a_signal_saves_and_ends(job, whole, number, place, capfd):
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_signal_in_the_first_step_ends_at_once(job, whole, number, capfd):
+def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole, number, capfd):
     job.fresh()
     assert forked(job, sending(number, (trainer.Trainer, "accumulate"), 1)) == CODES[number]
     assert "stopped before finishing a step" in capfd.readouterr().err and job.checkpoints == []
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-def test_a_second_ctrl_c_ends_at_once(job, whole):
+def test_a_second_ctrl_c_ends_a_run_immediately(job, whole):
     job.fresh()
     noisy = sending(signal.SIGINT, (trainer.Trainer, "accumulate"), 3)
     assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "save_file"), 3)) == 130
@@ -82,7 +82,7 @@ def test_a_second_ctrl_c_ends_at_once(job, whole):
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-def test_a_signal_saves_if_nobody_reads_standard_error(job, whole):
+def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
     def close_errors() -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -95,7 +95,7 @@ def test_a_signal_saves_if_nobody_reads_standard_error(job, whole):
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-def test_a_repeated_signal_saves_once(job, whole):
+def test_a_repeated_signal_saves_a_run_only_once(job, whole):
     job.fresh()
     assert (
         forked(job, sending(signal.SIGTERM, (trainer.Trainer, "accumulate"), 3, again=True)) == 75
@@ -111,7 +111,7 @@ WAITING = {
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", WAITING)
-def test_a_signal_ends_a_preparation(tmp_path, story, monkeypatch, place, number, capfd):
+def test_a_signal_interrupts_data_preparation(tmp_path, story, monkeypatch, place, number, capfd):
     began, there = os.pipe()
     owner, name = WAITING[place]
     usual = getattr(owner, name)
@@ -135,7 +135,7 @@ def test_a_signal_ends_a_preparation(tmp_path, story, monkeypatch, place, number
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path, story, monkeypatch):
+def test_a_signal_to_one_of_two_ranks_saves_and_ends_both(tmp_path, story, monkeypatch):
     monkeypatch.chdir(tmp_path)
     metrics = Path("run/metrics.jsonl")
     words = (

@@ -42,14 +42,14 @@ def full(name: str) -> None:
     Path.open = full_or_not
 
 
-def test_a_full_disk_for_metrics_causes_a_warning(job, whole, capfd):
+def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, whole, capfd):
     job.fresh()
     assert forked(job, lambda: full("metrics.jsonl")) == 0
     assert capfd.readouterr().err.count("training continues") == 1
     assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
 
 
-def test_a_line_of_metrics_is_written_completely_or_not_at_all(job):
+def test_a_metrics_line_is_written_completely_or_not_at_all(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
     assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is full too
@@ -60,7 +60,7 @@ def test_a_line_of_metrics_is_written_completely_or_not_at_all(job):
     assert lines == sorted(set(lines)) and 5 < len(lines) < 40
 
 
-def test_only_one_run_in_a_folder(job, capfd):
+def test_only_one_run_can_use_a_folder(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     before = {path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()}
@@ -75,10 +75,10 @@ def test_only_one_run_in_a_folder(job, capfd):
     assert forked(job) == 0
 
 
-def test_the_test_of_the_lock_detects_a_missing_lock(job, monkeypatch, capfd):
+def test_the_lock_test_detects_a_missing_lock(job, monkeypatch, capfd):
     monkeypatch.setattr(folder.FileLock, "acquire", lambda *_: None)
     with pytest.raises(AssertionError, match="assert 0 == 2"):
-        test_only_one_run_in_a_folder(job, capfd)
+        test_only_one_run_can_use_a_folder(job, capfd)
 
 
 def test_a_lock_does_not_outlive_its_process(job):
@@ -108,7 +108,7 @@ def test_a_renamed_checkpoint_is_not_resumed(job):
     assert checkpoint.newest_checkpoint(job.root / "run").name == "step-00000001"
 
 
-def test_an_unwritable_run_folder_is_a_storage_error(command, story):
+def test_an_unwritable_run_folder_is_reported_as_a_storage_error(command, story):
     Path("file").touch()
     words = (
         "steps=2",
@@ -121,7 +121,7 @@ def test_an_unwritable_run_folder_is_a_storage_error(command, story):
     assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
 
 
-def test_a_folder_with_other_files_is_refused(command, story):
+def test_a_run_folder_with_unrelated_files_is_refused(command, story):
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("my: config", encoding="utf-8")
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")

@@ -173,7 +173,7 @@ NOT_WAITING = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("what", WAITING | NOT_WAITING)
-def test_operations_that_make_the_host_wait_are_counted(gpu, what, inference):
+def test_operations_that_synchronize_with_the_host_are_counted(gpu, what, inference):
     with torch.inference_mode(inference):
         host = torch.zeros(2, 3)
         (WAITING | NOT_WAITING)[what](torch.zeros(2, 3, device="cuda"), host)
@@ -184,7 +184,7 @@ STEPS = [*cases(VARIANTS), *cases(EXTRAS), *cases(WAYS, "fp16"), *cases(WAYS, "f
 
 
 @pytest.mark.parametrize("precision, overrides", STEPS)
-def test_a_step_waits_only_in_listed_functions(gpu, run_of, precision, overrides):
+def test_a_training_step_synchronizes_only_in_listed_functions(gpu, run_of, precision, overrides):
     run = run_of(precision, *overrides)
     check_step(gpu, run)
     run.evaluator.evaluate(run.progress)
@@ -192,7 +192,7 @@ def test_a_step_waits_only_in_listed_functions(gpu, run_of, precision, overrides
 
 
 @pytest.mark.parametrize("precision, overrides", cases(WAYS))
-def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
+def test_a_run_can_be_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
     saved = run_of(precision, *overrides)
     take_step(saved)
     saved.checkpointer.save(saved.progress)
@@ -210,7 +210,7 @@ def test_a_run_is_saved_sampled_and_resumed(gpu, run_of, precision, overrides):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
-def test_scoring_uses_fp32_weights_and_the_precision_of_training(gpu, run_of, variant):
+def test_scoring_uses_fp32_weights_and_the_training_precision(gpu, run_of, variant):
     saved = run_of("bf16", f"attention={variant}")
     take_step(saved)
     saved.checkpointer.save(saved.progress)
@@ -242,7 +242,7 @@ def check_decoding(gpu: FakeGPU, variant: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decoding_waits_only_in_listed_functions(gpu, variant):
+def test_decoding_synchronizes_only_in_listed_functions(gpu, variant):
     check_decoding(gpu, f"{variant} model.depth=1", "cached")
 
 
@@ -250,7 +250,7 @@ def test_decoding_waits_only_in_listed_functions(gpu, variant):
 @pytest.mark.parametrize(
     "variant", ["mla model.depth=1 model.softcap=15.0", "gdn ffn=relu2 model.tied=true"]
 )
-def test_other_ways_of_decoding_wait_only_in_listed_functions(gpu, variant, way):
+def test_int8_fp16_and_uncached_decoding_synchronize_only_in_listed_functions(gpu, variant, way):
     check_decoding(gpu, variant, way)
 
 
@@ -264,12 +264,12 @@ def capture_notes(variant: str, capsys, *, int8: bool = False) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_decode_step_can_be_captured(gpu, variant, capsys):
+def test_the_decode_step_of_every_variant_can_be_captured(gpu, variant, capsys):
     for is_int8 in (False, True):
         assert capture_notes(variant, capsys, int8=is_int8) == ""
 
 
-def test_a_decode_step_that_waits_stays_eager(gpu, monkeypatch, capsys):
+def test_a_decode_step_that_synchronizes_stays_eager(gpu, monkeypatch, capsys):
     begin = ForwardContext.__init__
 
     def read_and_begin(self, tokens, *more):
@@ -281,7 +281,7 @@ def test_a_decode_step_that_waits_stays_eager(gpu, monkeypatch, capsys):
     assert capture_notes("gqa", capsys) == f"note: decoding without a CUDA graph ({reason})\n"
 
 
-def test_the_commands_run_on_a_gpu(gpu, command, story):
+def test_commands_run_on_a_gpu(gpu, command, story):
     """Train, resume and generate by the commands."""
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     sizes = ("model=tiny", "model.depth=1", "context=16", "batch_tokens=128", "eval_tokens=129")
@@ -352,7 +352,7 @@ def check_compiled_decoding(variant: str, graphs: list) -> None:
 @pytest.mark.parametrize(
     "variant", ["gqa model.depth=1", "sink model.depth=1 document_mask=true", "gdn"]
 )
-def test_training_evaluation_and_decoding_are_one_graph_each(gpu, run_of, graphs, variant):
+def test_training_evaluation_and_decoding_compile_to_one_graph_each(gpu, run_of, graphs, variant):
     run = run_of("bf16", *f"attention={variant}".split())
     check_compiled_training(run, graphs)
     run.evaluator.evaluate(run.progress)  # without gradients, so with a separate graph
@@ -363,7 +363,7 @@ def test_training_evaluation_and_decoding_are_one_graph_each(gpu, run_of, graphs
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "retention"])
-def test_compiled_layers_share_one_computation_of_cosines_and_sines(gpu, run_of, graphs, variant):
+def test_compiled_layers_share_one_computation_of_cos_and_sin(gpu, run_of, graphs, variant):
     """Otherwise, the compiler would fuse cos and sin into each kernel that rotates queries or keys."""
     check_compiled_training(run_of("bf16", f"attention={variant}", "model.depth=2"), graphs)
     targets = [str(node.target) for node in graphs[0].graph.nodes]
@@ -372,7 +372,7 @@ def test_compiled_layers_share_one_computation_of_cosines_and_sines(gpu, run_of,
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_int8):
+def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, is_int8):
     """Otherwise, its CUDA graph would copy weights or cache for every token."""
     model = decoding_model("gqa", torch.bfloat16, int8=is_int8)
     cache_dtype = torch.int8 if is_int8 else torch.bfloat16
@@ -394,7 +394,7 @@ def test_every_input_of_the_decode_graph_stays_at_its_address(gpu, graphs, is_in
     [(9, None, True), (8, None, False), (9, ["triton.cudagraphs"], False)],
     indirect=["gpu"],
 )
-def test_kernels_of_a_decode_step_overlap_on_hopper_and_later(gpu, monkeypatch, names, has_pdl):
+def test_decode_kernels_overlap_on_hopper_and_later(gpu, monkeypatch, names, has_pdl):
     """Only if this version of torch has the option: otherwise, torch.compile would refuse it."""
     options_of = []
 
@@ -475,7 +475,7 @@ def test_flex_attention_reads_no_tensor_with_a_gradient(gpu, run_of, graphs, var
     ("variant", "rows"),
     [("sliding_window", 1), ("gqa document_mask=true", 4), ("alibi document_mask=true", 4)],
 )
-def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, rows):
+def test_flex_attention_reads_positions_instead_of_a_mask(run_of, graphs, variant, rows):
     """A mask for all pairs of tokens would take memory quadratic in the context."""
     check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
     calls = flex_attention_calls(graphs)
@@ -494,7 +494,7 @@ def test_flex_attention_reads_positions_and_no_mask(run_of, graphs, variant, row
     [(9, 192, True), (8, 128, True), (8, 192, False), (7, 64, False)],
     indirect=["gpu"],
 )
-def test_flex_attention_is_avoided_if_its_backward_does_not_fit(gpu, width, fits):
+def test_flex_attention_is_avoided_if_its_backward_exceeds_shared_memory(gpu, width, fits):
     """At a width of 192 it takes 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
     q = torch.zeros(1, 1, 1, width, device="cuda")
     assert kernels.can_flex_attention(q, q) is fits
@@ -544,7 +544,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_detected(gpu, run_of, graphs, monkeypatch, fault):
+def test_the_checks_detect_each_fault(gpu, run_of, graphs, monkeypatch, fault):
     replacement, (path, message) = FAULTS[fault]
     checks = {
         "training": lambda: check_step(gpu, run_of("bf16")),

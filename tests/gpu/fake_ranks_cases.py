@@ -33,7 +33,7 @@ OUTER = sum(p.numel() for name, p in PARAMETERS if "blocks" not in name)
 CHECKPOINTED = "activation_checkpointing=true"
 
 
-def test_a_sharded_step_sends_blocks_twice_and_gradients_once_per_micro_batch():
+def test_a_sharded_step_gathers_blocks_twice_and_reduces_gradients_once_per_micro_batch():
     gpus = 8
     step = simulate(*SMALL, "sharded=true", CHECKPOINTED, gpus=gpus)
     # Embedding, head and norm stay gathered from forward to backward. Gradient norms are reduced
@@ -54,7 +54,7 @@ def test_a_sharded_step_sends_blocks_twice_and_gradients_once_per_micro_batch():
     assert step.peak_bytes < alone.peak_bytes
 
 
-def test_replicas_send_their_gradients_once_per_step():
+def test_replicas_reduce_their_gradients_once_per_step():
     gpus = 8
     # Computed on a CPU that may emulate bf16, so with few tokens.
     step = simulate(*SMALL, "context=4", "micro_batch=1", gpus=gpus)
@@ -144,7 +144,7 @@ def drawn_gradients(
 @pytest.mark.parametrize(
     ("sharded", "num_graphs"), [("false", range(3, 99)), ("true", range(1, 3))]
 )
-def test_compiled_ranks_have_the_gradients_of_eager_ranks(
+def test_compiled_ranks_compute_the_same_gradients_as_eager_ranks(
     monkeypatch, variant, sharded, num_graphs
 ):
     """DDPOptimizer splits the loss at buckets, and with FSDP each block is compiled separately."""

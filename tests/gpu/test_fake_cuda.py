@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 CASES = ("tests/gpu/fake_cuda_cases.py", "tests/gpu/fake_ranks_cases.py")
 
 
-def test_training_and_generation_on_fake_gpus():
+def test_the_fake_gpu_cases_pass_in_a_separate_process():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *CASES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -102,14 +102,14 @@ def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> No
 @pytest.mark.parametrize("bos", [None, BOS])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("variant", [*VARIANTS, *EXTRAS])
-def test_gradients_of_the_compiled_loss_equal_the_cpu(variant, context, bos):
+def test_gradients_of_the_compiled_loss_match_the_cpu(variant, context, bos):
     expected = gradients(variant, context, bos)
     found = gradients(variant, context, bos, device=DEVICE, is_compiled=True)
     assert_within(differences(found, expected), dict.fromkeys(expected, FP32_BOUND))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_gradients_in_bf16_are_as_close_to_fp32_as_eager_ones(variant):
+def test_compiled_bf16_gradients_are_as_accurate_as_eager_ones(variant):
     case = (variant, CONTEXTS[1], BOS)
     expected = gradients(*case)
     eager = gradients(*case, device=DEVICE, precision=torch.bfloat16)
@@ -123,7 +123,7 @@ def test_compiled_gradients_in_bf16_are_as_close_to_fp32_as_eager_ones(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_greedy_tokens_equal_the_cpu(variant, is_compiled):
+def test_greedy_tokens_match_the_cpu(variant, is_compiled):
     """Three texts in two rows: a row is reused while the step stays compiled."""
     model = drawn_model(variant)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -133,7 +133,7 @@ def test_greedy_tokens_equal_the_cpu(variant, is_compiled):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_captured_steps_draw_the_tokens_of_eager_steps(variant, capsys):
+def test_captured_steps_generate_the_same_tokens_as_eager_steps(variant, capsys):
     """Decode like `generate.py`: three texts in two rows, beyond the context, without a note."""
     model = drawn_model(variant).to(DEVICE)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -166,7 +166,7 @@ def decoded_logits(
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_low_precision_decoding_is_as_precise_as_on_the_cpu(variant, cache_dtype):
+def test_low_precision_decoding_is_as_accurate_as_on_the_cpu(variant, cache_dtype):
     model = drawn_model(variant)
     exact = decoded_logits(model, CPU, torch.float32, torch.float32)
     on_cpu = decoded_logits(model, CPU, torch.bfloat16, cache_dtype)
@@ -195,7 +195,7 @@ RUNS += [("gqa", "precision=fp16"), ("gqa", "activation_checkpointing=true z_los
 
 
 @pytest.mark.parametrize("variant, overrides", RUNS)
-def test_a_run_learns_and_generates(command, story, variant, overrides):
+def test_a_run_learns_and_generates_text(command, story, variant, overrides):
     if not IS_GPU:
         overrides = overrides.replace("fp16", "bf16")
     more = (f"attention={variant}", "steps=50", f"compile={str(IS_GPU).lower()}")
@@ -207,7 +207,7 @@ def test_a_run_learns_and_generates(command, story, variant, overrides):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_no_step_waits_for_the_device(run_of, optimizer):
+def test_training_steps_do_not_synchronize_with_the_device(run_of, optimizer):
     run = run_of(f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
     take_step(run)
     set_sync_debug_mode = torch.cuda.set_sync_debug_mode if IS_GPU else str
@@ -238,7 +238,7 @@ def test_a_run_resumes_bit_for_bit(run_of, monkeypatch, optimizer):
 
 @pytest.mark.skipif(IS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("sharded", ["false", "true"])
-def test_two_gpus_learn_the_same_as_one(command, story, tmp_path, sharded):
+def test_training_on_two_gpus_matches_one(command, story, tmp_path, sharded):
     words = run_words(story, "steps=10", "optimizer=adamw", "precision=fp32", "micro_batch=4")
     alone = command("train.py", *words, "run_dir=alone")
     assert alone.code == 0, alone.err

@@ -71,7 +71,7 @@ def lower(step: str, case: str, gpu: str = "sm_90") -> dict:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_and_evaluation_are_three_graphs_whose_kernels_fit(case):
+def test_training_and_evaluation_lower_to_three_graphs_whose_kernels_fit(case):
     report = lower("training", case)
     assert report["graphs"] == 3  # forward and backward, and forward without gradients
     # Plain causal attention is one kernel in each of the two layers of each graph.
@@ -80,12 +80,12 @@ def test_training_and_evaluation_are_three_graphs_whose_kernels_fit(case):
 
 
 @pytest.mark.parametrize(("gpu", "case"), OTHER_GPUS)
-def test_the_kernels_of_a_training_step_fit_into_other_gpus(gpu, case):
+def test_training_kernels_fit_on_other_gpus(gpu, case):
     assert lower("training", case, gpu)["graphs"] == 3
 
 
 @pytest.mark.parametrize("preset", VARIANTS)
-def test_a_decode_step_is_one_cuda_graph_whose_kernels_fit(preset):
+def test_a_decode_step_lowers_to_one_cuda_graph_whose_kernels_fit(preset):
     report = lower("decoding", preset)
     assert report["graphs"] == 1
     assert report["reasons_against_capture"] == []

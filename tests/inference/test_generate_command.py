@@ -40,7 +40,7 @@ def bodies(result: Result) -> list[str]:
     return texts
 
 
-def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
+def test_greedy_text_past_the_context_is_the_same_without_a_cache(generate):
     cached = generate("Ann had", GREEDY + "100")
     assert cached.code == 0 and len(cached.out) > 50
     assert generate("Ann had", GREEDY + "100 --no-cache").out == cached.out
@@ -51,7 +51,7 @@ def test_greedy_text_is_the_same_without_a_cache_past_the_context(generate):
     "words, said",
     [(["--stop", ""], "--stop is empty"), (["--no-cache", "--cache-dtype=int8"], "int8")],
 )
-def test_contradictory_options_are_refused(command, words, said):
+def test_invalid_options_are_refused(command, words, said):
     result = command("generate.py", "Ann had", *words)
     (line,) = result.err.splitlines()
     assert (result.code, result.out) == (2, "") and said in line and ". fix: " in line
@@ -98,7 +98,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("typed", OPTIONS)
-def test_an_option_of_another_program_is_answered(command, drawn_run, typed):
+def test_the_error_for_an_unknown_option_suggests_the_right_one(command, drawn_run, typed):
     result = command("generate.py", "Ann had", *typed.split())
     (line,) = result.err.splitlines()
     problem, _, fix = line.partition(". fix: ")
@@ -109,13 +109,13 @@ def test_an_option_of_another_program_is_answered(command, drawn_run, typed):
         command("generate.py", "Ann had", *words).succeeded()
 
 
-def test_a_switch_has_no_value(command):
+def test_a_flag_with_a_value_is_refused(command):
     for value, fix in (("true", "--no-cache"), ("false", "leave --no-cache out")):
         result = command("generate.py", "Ann had", f"--no-cache={value}")
         assert result.code == 2 and result.err.endswith(f". fix: {fix}\n")
 
 
-def test_the_path_of_a_run_is_refused_as_a_prompt(command, drawn_run):
+def test_a_run_path_is_refused_as_a_prompt(command, drawn_run):
     result = command("generate.py", str(drawn_run))
     assert result.code == 2 and result.err.endswith(". fix: --run runs/drawn PROMPT\n")
     # The name of a run may be a prompt.
@@ -133,7 +133,7 @@ NO_RUNS = {
 
 
 @pytest.mark.parametrize("path", NO_RUNS)
-def test_a_path_near_a_run_is_answered_with_that_run(drawn_run, path):
+def test_the_error_for_a_wrong_path_suggests_the_nearest_run(drawn_run, path):
     for option in ("--run ", "init_from=", "distill=", ""):
         with pytest.raises(ValueError, match=r"^not a run") as refused:
             checkpoint.find_model(path, option)
@@ -142,14 +142,14 @@ def test_a_path_near_a_run_is_answered_with_that_run(drawn_run, path):
     assert checkpoint.find_model(NO_RUNS[path]).parent.parent == drawn_run
 
 
-def test_a_terminal_shows_the_prompt_dimmed(generate, monkeypatch):
+def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
     """On standard error, in its own line if the text goes elsewhere."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = generate("Ann had", GREEDY + "3")
     assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
 
 
-def test_the_reported_size_of_an_int8_cache_is_smaller(generate):
+def test_an_int8_cache_reports_a_smaller_size(generate):
     exact, small = (
         re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
         for dtype in ("auto", "int8")
@@ -176,14 +176,14 @@ def test_attention_maps_are_drawn(command, tokenizer, variant, others):
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_a_ragged_batch_equals_separate_prompts(generate, temperature):
+def test_a_ragged_batch_generates_the_same_texts_as_separate_prompts(generate, temperature):
     prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
     words = f"--temperature {temperature} --max-new-tokens 12 --num-samples 2"
     alone = [text for prompt in prompts for text in bodies(generate(prompt, words))]
     assert bodies(generate(filed(prompts), words)) == alone
 
 
-def test_several_texts_are_headed_by_their_prompts(generate):
+def test_several_texts_are_printed_under_their_prompts(generate):
     prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
     texts = [generate(prompt, GREEDY + "5").out for prompt in prompts]
     assert not any("---" in text for text in texts)  # a single text on a pipe has no heading
@@ -194,7 +194,7 @@ def test_several_texts_are_headed_by_their_prompts(generate):
     assert generate(filed(prompts), GREEDY + "5 --num-samples 2 --batch-size 4").out == expected
 
 
-def test_the_python_function_generates_the_text_of_the_command(generate, drawn_run):
+def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run):
     prompts = ["Ann had", "Bob"]
     words = "--seed 3 --stop e --top-k 9 --top-p 0.9 --max-new-tokens 30"
     printed = generate(filed(prompts), words)
@@ -209,7 +209,7 @@ def test_the_python_function_generates_the_text_of_the_command(generate, drawn_r
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
 
 
-def test_a_stream_yields_each_text_after_every_token(drawn_run):
+def test_stream_text_yields_after_every_token(drawn_run):
     model, tokenizer, _ = load(str(drawn_run), "cpu")
     prompts = ["Ann had", "Bob", "Ann had"]
     options = {"max_new_tokens": 9, "stop_texts": ["@@"], "batch_size": 2, "seed": 3}
@@ -232,7 +232,7 @@ def type_in(monkeypatch, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_weights_of_lower_precision_generate_text(generate, dtype):
+def test_low_precision_weights_generate_text(generate, dtype):
     result = generate("Ann had", f"--dtype {dtype}")
     assert result.code == 0 and "drawn step-00000001" in result.err
 
@@ -244,7 +244,9 @@ def test_weights_of_lower_precision_generate_text(generate, dtype):
         (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins and ends inside tokens
     ],
 )
-def test_a_text_ends_before_its_first_stop_or_at_eos(tokenizer, is_ended, stops, expected, reason):
+def test_detokenized_text_ends_before_the_first_stop_text_or_at_eos(
+    tokenizer, is_ended, stops, expected, reason
+):
     sequence = Sequence([tokenizer.bos], 99, eos=tokenizer.eos_ids)
     tokens = tokenizer.encode("Ann had an old" if is_ended else "Ann had an old map")
     tokens += [tokenizer.eos] * is_ended
@@ -261,7 +263,7 @@ def test_a_text_ends_before_its_first_stop_or_at_eos(tokenizer, is_ended, stops,
     assert (sequence.tokens[1:] == tokens) == is_ended
 
 
-def test_text_ends_before_the_stop_text(generate):
+def test_generated_text_ends_before_the_stop_text(generate):
     free = generate("Ann had", GREEDY + "100").out
     stop = free[20:26]
     cut = generate("Ann had", GREEDY + "100 --stop @@@", "--stop", stop).out
@@ -276,7 +278,7 @@ def test_any_text_can_be_a_prompt(generate, monkeypatch, prompt):
         assert result.out == generate("Ann had", GREEDY + "3").out
 
 
-def test_the_start_of_a_long_prompt_is_cut_with_a_warning(generate):
+def test_a_long_prompt_is_truncated_with_a_warning(generate):
     result = generate("Ann had a red ball. " * 40, "--max-new-tokens 2")
     assert result.code == 0 and "context is 64" in result.err
 
@@ -287,7 +289,7 @@ def test_generation_without_a_run_explains_how_to_train_one(command):
 
 
 @pytest.mark.parametrize("words", [(), ("--run", "runs/new run")])
-def test_a_run_without_a_checkpoint_is_named(command, words):
+def test_the_error_names_a_run_without_a_checkpoint(command, words):
     for age, name in enumerate(("old", "new run")):
         run = Path("runs") / name
         run.mkdir(parents=True)
@@ -345,7 +347,7 @@ def test_a_checkpoint_is_found_from_any_folder_and_under_any_name(
     assert result.out == usual.out and f"\n{name}: 9 tokens" in f"\n{result.err}"
 
 
-def test_a_run_with_a_renamed_checkpoint_is_answered_with_its_path(generate, drawn_run):
+def test_the_error_suggests_the_path_of_a_renamed_checkpoint(generate, drawn_run):
     (step,) = Path(drawn_run, "checkpoints").iterdir()
     best = step.rename(step.with_name("best"))
     result = generate("Ann had", f"--run={drawn_run}")
@@ -353,7 +355,7 @@ def test_a_run_with_a_renamed_checkpoint_is_answered_with_its_path(generate, dra
     generate("Ann had", f"--run={best}").succeeded()
 
 
-def test_a_reader_that_closes_the_pipe_is_no_error(drawn_run):
+def test_closing_the_output_pipe_is_not_an_error(drawn_run):
     words = f"{sys.executable} {ROOT / 'generate.py'} Ann --max-new-tokens 100 | head -c 10"
     how = {"capture_output": True, "timeout": LONG}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", words], **how)

@@ -21,7 +21,7 @@ def compiled():
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)])
 @pytest.mark.parametrize("int8", [False, True])
-def test_products_equal_float64(compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch):
+def test_products_match_float64(compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     linear = Linear(inputs, outputs, bias=True)
     for p in linear.parameters():
@@ -58,7 +58,7 @@ def round_to_int8(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", ["zeros", "extremes", "cancelled", "infinite", "nan"])
 @pytest.mark.parametrize("inputs", [70, 4096])
-def test_int8_products_of_extreme_inputs(compiled, case, inputs):
+def test_int8_products_handle_extreme_inputs(compiled, case, inputs):
     """Zeros, the largest sums, sums that cancel, and inputs that are not finite."""
     x = torch.zeros(1, inputs)
     expected = torch.zeros(1, 3)
@@ -79,7 +79,7 @@ def test_int8_products_of_extreme_inputs(compiled, case, inputs):
         torch.testing.assert_close(y, expected)
 
 
-def test_an_int8_product_is_the_same_compiled(compiled):
+def test_a_compiled_int8_product_equals_the_eager_one(compiled):
     few = quantize.Int8Linear(torch.randn(48, 32), None)
     x = torch.randn(3, 1, 32)
     compiled_few = torch.compile(few, fullgraph=True, backend="aot_eager")
@@ -88,7 +88,7 @@ def test_an_int8_product_is_the_same_compiled(compiled):
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "gdn", "gated"])
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_optimizing_for_decoding_keeps_the_logits(compiled, variant, tied):
+def test_optimizing_for_decoding_preserves_the_logits(compiled, variant, tied):
     model = redraw(instantiate(tree_of(variant, f"model.tied={tied}"))).eval()
     tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_optimizing_for_decoding_keeps_the_logits(compiled, variant, tied):
     assert not any(type(module) is Linear for module in model.modules())
 
 
-def test_without_a_compiler_products_use_torch(monkeypatch, tmp_path):
+def test_products_fall_back_to_torch_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.ops, "attend", object())
     assert not quantize.load_matvec(tmp_path, None) and not quantize.load_matvec(tmp_path, "false")
     model = instantiate(tree_of("gqa"))
@@ -112,7 +112,7 @@ def test_without_a_compiler_products_use_torch(monkeypatch, tmp_path):
     assert not any(isinstance(module, quantize.MatvecLinear) for module in model.modules())
 
 
-def test_weights_in_int8_cost_less_than_a_hundredth_of_a_nat(run_of):
+def test_int8_weights_cost_less_than_a_hundredth_of_a_nat(run_of):
     run = run_of("steps=15", "schedule.warmup=2")
     learn_by_heart(run, 15)
     inputs, targets = run.trainer.loader(0)

@@ -54,7 +54,7 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, 2),
     ],
 )
-def test_draws_follow_the_distribution(knobs, kept):
+def test_samples_follow_the_specified_distribution(knobs, kept):
     wanted = expected(kept, knobs.get("temperature", 1.0))
     got = frequencies(**knobs)
     assert (got - wanted).abs().max() < 0.01
@@ -66,7 +66,7 @@ def test_temperature_zero_is_greedy(temperature):
     assert draws(LOGITS, temperature=temperature).tolist() == [0]
 
 
-def test_the_noise_is_exponential_and_independent():
+def test_sampling_noise_is_exponential_and_independent():
     grid = exponential_noise(
         torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
     )
@@ -85,7 +85,7 @@ def test_the_noise_is_exponential_and_independent():
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
-def test_a_penalty_lowers_seen_tokens_for_logits_of_either_sign(logits):
+def test_a_repetition_penalty_lowers_seen_tokens_for_logits_of_either_sign(logits):
     seen = torch.tensor([[True, False]])
     assert draws(
         torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2
@@ -117,7 +117,7 @@ PENALTY = 3.0
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4])
-def test_a_penalty_counts_the_whole_prompt_and_text_beyond_the_context(rows):
+def test_a_repetition_penalty_includes_tokens_beyond_the_context(rows):
     """Without a cache, and with one whose rows are reused."""
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double()
     draw = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def test_a_penalty_counts_the_whole_prompt_and_text_beyond_the_context(rows):
     assert continued(model, prompts, 80, sampler, rows) == expected
 
 
-def test_a_penalty_counts_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd):
+def test_a_repetition_penalty_includes_the_truncated_part_of_a_prompt(tokenizer, capfd):
     tree = tree_of("gqa", "model.depth=1", f"data.vocab_size={tokenizer.vocab_size}")
     model = redraw(instantiate(tree)).double()
     prompt = "".join(map(chr, range(40, 250)))
@@ -145,7 +145,7 @@ def test_a_penalty_counts_the_part_of_a_prompt_that_is_cut_off(tokenizer, capfd)
     assert [*drawn.values()] == [expected] * 3
 
 
-def test_equal_seeds_give_equal_draws_and_other_seeds_do_not():
+def test_only_equal_seeds_give_equal_samples():
     one, same, other = (draws(LOGITS.expand(50, -1), 1000 * seed).tolist() for seed in (3, 3, 4))
     assert one == same != other
 
@@ -167,7 +167,7 @@ def test_a_full_context_drops_its_older_half():
 @pytest.mark.parametrize(
     "tokens, reason", [([3, 4, 6, 6], "length"), ([3, 5], "eos"), ([3, 4, 6, 5], "eos")]
 )
-def test_the_finish_reason_of_a_sequence(tokens, reason):
+def test_a_sequence_finishes_at_eos_or_its_length_limit(tokens, reason):
     sequence = Sequence([1], 4, eos={5})
     for token in tokens:
         assert sequence.finish_reason is None
@@ -187,7 +187,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_compiled_draws_equal_an_uncached_loop(options, monkeypatch):
+def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
     """Calls share compiled code; there are fewer rows than texts, and one text exceeds the context."""
     torch._dynamo.reset()
     counters.clear()
@@ -214,7 +214,7 @@ def test_compiled_draws_equal_an_uncached_loop(options, monkeypatch):
 
 
 @pytest.mark.parametrize("capacity", [8, 200, 300])
-def test_a_compiled_step_serves_a_cache_of_any_capacity(monkeypatch, capacity):
+def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
     """Capacities below and above the number of slots that are read at a time, with several rows."""
     compile_without_inductor(monkeypatch)
     torch._dynamo.reset()
@@ -253,7 +253,7 @@ def engine_of_two_rows(sampler=greedy) -> Engine:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_captured_draws_equal_eager_draws(options):
+def test_captured_decoding_matches_eager_decoding(options):
     """Three texts in two rows; one text exceeds the context."""
     model = engine_of_two_rows().model
     prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
@@ -263,7 +263,7 @@ def test_captured_draws_equal_eager_draws(options):
     assert captured == continued(model, prompts, 20, sampler, rows=2)
 
 
-def test_a_captured_step_calls_no_python_code_of_the_model():
+def test_a_captured_step_does_not_call_the_model():
     """Three texts in two rows, with one replay per step."""
     engine = engine_of_two_rows(partial(sample, temperature=1.5))
     with recorded_graphs():

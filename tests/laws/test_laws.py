@@ -82,7 +82,7 @@ def test_the_attention_of_every_layer_affects_the_logits(model):
         weight.copy_(kept)
 
 
-def test_the_future_is_invisible(model):
+def test_future_tokens_do_not_affect_the_logits(model):
     changed = TOKENS.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 128
     close(model(TOKENS)[:, :7], model(changed)[:, :7])
@@ -94,7 +94,7 @@ def test_cached_decoding_matches_the_full_forward(model, chunks):
 
 
 @pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (4, 1, 8)])
-def test_each_row_of_a_ragged_batch_equals_the_row_alone(model, chunks):
+def test_each_row_of_a_ragged_batch_matches_the_row_alone(model, chunks):
     padding = torch.tensor([6, 0, 10])
     cache = new_cache(model)
     model(TOKENS, cache)
@@ -115,14 +115,14 @@ def test_a_cache_is_never_reallocated(model):
     assert addresses == [tensor.data_ptr() for tensor in (cache.lengths, *cache.buffers())]
 
 
-def test_tokens_of_a_chunk_take_distinct_slots():
+def test_tokens_of_a_chunk_occupy_distinct_slots():
     padding = torch.tensor([2, 12, 0])
     slots = ForwardContext(TOKENS, torch.tensor([0, 0, 50]), padding).cache_slots(5)
     for row in slots:  # on a GPU, two writes to one slot happen in any order
         assert row.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_packed_documents_equal_separate_documents(model):
+def test_packed_documents_match_separate_documents(model):
     documents = torch.tensor([0] * 6 + [1] * 7).expand(3, -1)
     apart = torch.cat((model(TOKENS[:, :6]), model(TOKENS[:, 6:])), dim=1)
     close(
@@ -133,7 +133,7 @@ def test_packed_documents_equal_separate_documents(model):
 @pytest.mark.parametrize(
     "dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.006), (torch.int8, 0.0135)]
 )
-def test_a_cache_of_lower_precision_is_nearly_exact(model, dtype, error):
+def test_a_low_precision_cache_is_nearly_exact(model, dtype, error):
     for module in model.modules():
         if hasattr(module, "topk"):  # the choice between nearly equal keys may differ
             module.topk = 16
@@ -141,7 +141,7 @@ def test_a_cache_of_lower_precision_is_nearly_exact(model, dtype, error):
     assert (logits - model(TOKENS)).std() < error * logits.std()
 
 
-def test_rows_can_be_reset_and_copied(model):
+def test_cache_rows_can_be_reset_and_copied(model):
     cache = new_cache(model)
     model(TOKENS[:, :7], cache)
     cache.rows(slice(1, 2)).reset()
@@ -151,12 +151,12 @@ def test_rows_can_be_reset_and_copied(model):
     close(logits[2], model(torch.cat((TOKENS[:1, :7], TOKENS[2:, 7:9]), dim=1))[0, 7:])
 
 
-def test_a_block_starts_as_the_identity(model):
+def test_every_block_is_the_identity_at_initialization(model):
     initialize(model, 0)
     close(model.hidden_states(TOKENS)[0], model.norm(model.embed(TOKENS)))
 
 
-def test_every_parameter_has_a_gradient(model):
+def test_every_parameter_receives_a_gradient(model):
     hidden, losses = model.hidden_states(TOKENS)
     objective = model.logits(hidden).square().mean()
     for loss in losses.values():
@@ -188,14 +188,14 @@ def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     assert compiled == continued(model, PROMPTS, 20)  # beyond the context
 
 
-def test_a_captured_decode_step_equals_the_eager_step(model):
+def test_a_captured_decode_step_matches_the_eager_step(model):
     """The same operations on the same memory, with rows that are reused, beyond the context."""
     with recorded_graphs():
         captured = continued(model, PROMPTS, 20, rows=2, captured=True)
     assert captured == continued(model, PROMPTS, 20)
 
 
-def test_eight_ragged_rows_continue_in_fp32_as_each_row_alone(model):
+def test_eight_ragged_fp32_rows_generate_the_same_tokens_as_each_row_alone(model):
     model = model.float()
     quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # if there is a compiler
     quantize.optimize_for_decoding(model, int8=False)
@@ -222,7 +222,7 @@ def test_a_thousand_tokens_cause_no_recompilation(model):
 
 
 @pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, range(10))])
-def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperature, eos):
+def test_generated_text_does_not_depend_on_batching_or_the_cache(model, temperature, eos):
     """Beyond the context, with fewer rows than texts."""
     draw = partial(sample, temperature=temperature, repetition_penalty=1.2)
     random = Random(0)
@@ -233,7 +233,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_without_a_cache(model, temperat
 
 
 @each_kind_once
-def test_training_has_no_graph_break(model, backend):
+def test_training_compiles_without_graph_breaks(model, backend):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
     logits = compiled(TOKENS)
@@ -260,7 +260,7 @@ def test_a_trained_variant_decodes_from_its_checkpoint(run_of, variant):
     close(torch.cat(cached, dim=1), trained, rtol=1e-4, atol=1e-4)  # a different order of summation
 
 
-def test_several_samples_share_one_prefill(model, monkeypatch):
+def test_samples_of_the_same_prompt_share_its_prefill(model, monkeypatch):
     prompts = [PROMPTS[0]] * 3 + [PROMPTS[2]]
     expected = continued(model, prompts, 9, sample)
     original = type(model).hidden_states
@@ -276,14 +276,14 @@ def test_several_samples_share_one_prefill(model, monkeypatch):
     assert drawn == expected and len(set(map(tuple, drawn))) == 4
 
 
-def test_bf16_runs(model):
+def test_every_variant_runs_in_bf16(model):
     for parameter in model.parameters():  # but not buffers, as in loading a checkpoint in bf16
         parameter.data = parameter.data.bfloat16()
     cache = model.new_cache(3, 16, torch.bfloat16, "cpu")
     assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()
 
 
-def test_masks_are_built_once_and_not_at_all_for_plain_causal_attention(model, monkeypatch):
+def test_masks_are_built_once_and_skipped_for_plain_causal_attention(model, monkeypatch):
     asked, visible = [], ForwardContext.visible
     monkeypatch.setattr(
         ForwardContext,

@@ -60,7 +60,7 @@ def test_unknown_and_missing_knobs_are_refused(change):
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "mla attention.query_rank=24"])
-def test_initial_weights_depend_only_on_the_seed_and_their_names(variant):
+def test_initial_weights_depend_only_on_the_seed_and_parameter_names(variant):
     tree = tree_of(*variant.split())
     first = build_model(tree, seed=3)
     torch.manual_seed(99)
@@ -71,7 +71,7 @@ def test_initial_weights_depend_only_on_the_seed_and_their_names(variant):
         assert a.any() != name.endswith(ZEROS), name
 
 
-def test_variants_have_equal_initial_weights_for_equal_names():
+def test_variants_initialize_parameters_of_the_same_name_equally():
     first = build_model(tree_of("gqa"), seed=3)
     second = build_model(tree_of("llama"), seed=3)
     assert torch.equal(first.embed.weight, second.embed.weight)
@@ -98,7 +98,7 @@ def test_a_model_on_the_meta_device_has_the_same_shapes():
     assert shapes[0] == shapes[1]
 
 
-def test_an_option_without_a_type_is_named():
+def test_an_option_without_a_type_annotation_is_refused():
     def attention(spec, *, buckets):
         return buckets
 
@@ -106,7 +106,7 @@ def test_an_option_without_a_type_is_named():
         instantiation.check_arguments(attention, {"buckets": 4}, "model.attention")
 
 
-def test_missing_methods_of_an_attention_are_named():
+def test_an_attention_class_with_missing_methods_is_refused():
     class Half(Attention):
         def forward(self, x, ctx, cache, carry):
             return x, carry
@@ -142,7 +142,7 @@ def buffered_tree(monkeypatch) -> dict:
     return tree_of("gqa", f"attention._target_={target}")
 
 
-def test_buffers_keep_their_values_in_training_and_resuming(buffered_tree, run_of):
+def test_buffers_are_restored_on_loading_and_resuming(buffered_tree, run_of):
     target = buffered_tree["attention"]["_target_"]
     overrides = (f"attention._target_={target}", "batch_tokens=256", "save_every=3")
     with poisoned_memory():
@@ -165,7 +165,7 @@ def test_buffers_keep_their_values_in_training_and_resuming(buffered_tree, run_o
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_buffers_keep_their_dtype_in_a_model_of_lower_precision(
+def test_buffers_keep_their_dtype_in_a_low_precision_model(
     int8, buffered_tree, tokenizer, tmp_path
 ):
     tree = buffered_tree | {"vocab_size": tokenizer.vocab_size}
@@ -185,7 +185,7 @@ def test_buffers_keep_their_dtype_in_a_model_of_lower_precision(
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
-def test_vectors_except_biases_stay_in_fp32_in_a_model_of_lower_precision(variant):
+def test_vectors_except_biases_stay_in_fp32_in_a_low_precision_model(variant):
     """Rounding decay_rate or a sink logit would change its exponential too much."""
     model = instantiate_model(tree_of(*variant.split()), "meta", torch.bfloat16)
     dtypes = {}

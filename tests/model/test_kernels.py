@@ -44,7 +44,7 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
 
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_a_softmax_over_visible_keys(kv_heads, window):
+def test_eager_attention_matches_torch(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
     mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
     y = eager_attention(q, k, v, mask, ScoreOptions(SCALE))
@@ -55,7 +55,9 @@ def test_attention_is_a_softmax_over_visible_keys(kv_heads, window):
 
 @pytest.mark.parametrize("scale", [SCALE, 0.3])
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
-def test_the_other_kernels_equal_the_definition(window, softcap, has_sink, scale, monkeypatch):
+def test_blockwise_and_selected_kernels_match_eager_attention(
+    window, softcap, has_sink, scale, monkeypatch
+):
     monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
     q, k, v, visible, sink = kernel_inputs(window, has_sink)
     options = ScoreOptions(scale, softcap, sink=sink)
@@ -70,7 +72,7 @@ def test_the_other_kernels_equal_the_definition(window, softcap, has_sink, scale
     ("length", "is_compiling", "num_blocks"),
     [(9, True, 1), (1024, True, 8), (2048, True, 8), (2048, False, 16)],
 )
-def test_compiled_code_has_at_most_eight_blocks_of_queries(
+def test_compiled_code_has_at_most_eight_query_blocks(
     length, is_compiling, num_blocks, monkeypatch
 ):
     """Eager code keeps small blocks, which need less memory."""
@@ -84,7 +86,7 @@ def test_compiled_code_has_at_most_eight_blocks_of_queries(
 
 
 @pytest.mark.parametrize("length, is_fused", [(2048, False), (2049, True)])
-def test_compiled_training_on_a_cpu_is_by_blocks_of_queries(length, is_fused, monkeypatch):
+def test_compiled_cpu_training_uses_query_blocks_up_to_2048_tokens(length, is_fused, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q, k, v = (random(1, length, 1, 2) for _ in range(3))
     with Operations() as operations:
@@ -94,14 +96,14 @@ def test_compiled_training_on_a_cpu_is_by_blocks_of_queries(length, is_fused, mo
     close(y.transpose(1, 2), scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-def test_the_default_scale_depends_on_the_width():
+def test_the_default_scale_depends_on_the_head_width():
     q, k, v, visible, _ = kernel_inputs(None, has_sink=False)
     y = AttentionKernel()(*by_tokens(q, k, v), visible)
     close(y, AttentionKernel()(*by_tokens(q, k, v), visible, scale=SCALE))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_compiled_step_of_one_token_calls_no_matrix_product(device, monkeypatch):
+def test_a_compiled_single_token_step_calls_no_matrix_product(device, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q = torch.ones(2, 1, 4, 8, device=device)
     k = torch.ones(2, 9, 2, 8, device=device)
@@ -123,7 +125,7 @@ def test_dropout_zeroes_weights_and_scales_up_the_rest(kernel):
 
 @flex_test
 @pytest.mark.parametrize("window, softcap, has_sink", FLEX)
-def test_flex_attention_equals_the_definition(window, softcap, has_sink):
+def test_flex_attention_matches_eager_attention(window, softcap, has_sink):
     """Only the output: without a GPU, FlexAttention has no backward."""
     *_, visible, sink = kernel_inputs(window, has_sink)
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
@@ -283,7 +285,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
         (kernels.blockwise_attention, torch.bfloat16, (6e-3, 1.5e-2, 0.015)),
     ],
 )
-def test_decays_in_the_products_are_as_precise_as_added_decays(kernel, dtype, bounds):
+def test_decays_appended_to_queries_and_keys_are_as_accurate_as_added_decays(kernel, dtype, bounds):
     """Compared with float64 at 512 tokens. A decay rounded to bf16 would be off by 1 at the end."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, 2, 4, 512, 64)
@@ -306,7 +308,7 @@ def test_decays_in_the_products_are_as_precise_as_added_decays(kernel, dtype, bo
     assert y < bounds[0] and max(q, k, v) < bounds[1] and log_f < bounds[2], errors
 
 
-def test_three_parts_in_bf16_sum_to_a_number_in_fp32():
+def test_three_bf16_parts_sum_exactly_to_an_fp32_number():
     x = random(1000).float() * torch.logspace(-3, 5, 1000)
     parts = kernels.SplitInThree.apply(x)
     close(parts, parts.bfloat16().float(), rtol=0, atol=0)
@@ -315,7 +317,7 @@ def test_three_parts_in_bf16_sum_to_a_number_in_fp32():
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
-def test_compiled_parts_of_a_bias_are_bit_exact():
+def test_splitting_a_bias_in_compiled_code_is_bit_exact():
     """Inductor removes casts to bf16 and back, so parts computed by casts would be zero."""
     torch._dynamo.reset()
     q, k = (random(2, heads, 32, 16).bfloat16() for heads in (4, 2))
@@ -330,7 +332,7 @@ def test_compiled_parts_of_a_bias_are_bit_exact():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE[1:])
-def test_gradients_of_compiled_flex_attention_equal_the_definition(window, softcap, has_sink):
+def test_gradients_of_compiled_flex_attention_match_eager_attention(window, softcap, has_sink):
     *_, visible, sink = kernel_inputs(window, has_sink)
     inputs = [random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2)]
     visible = Visibility(*(x if x is None else x.cuda() for x in visible))

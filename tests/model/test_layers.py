@@ -19,7 +19,7 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("norm_class", [RMSNorm, LayerNorm])
-def test_norms(norm_class):
+def test_norms_match_their_formulas(norm_class):
     x = random(2, 5, 7)
     norm = redraw(norm_class(7, 1e-6).double())
     expected = torch.empty_like(x)
@@ -33,7 +33,7 @@ def test_norms(norm_class):
     close(norm(x), expected)
 
 
-def test_rms_norm_of_bf16_sums_in_fp32():
+def test_rms_norm_accumulates_bf16_inputs_in_fp32():
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
     norm = RMSNorm(4096, 1e-6).bfloat16()
     assert norm(x).eq(1).all()
@@ -47,7 +47,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_feed_forwards(activation):
+def test_feed_forwards_match_their_formulas(activation):
     def activate(x: Tensor) -> Tensor:
         return x.detach().clone().apply_(ACTIVATIONS[activation])
 

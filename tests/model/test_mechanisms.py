@@ -47,7 +47,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = Non
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
-def test_dropout_acts_only_in_training(variant):
+def test_dropout_is_active_only_in_training(variant):
     layer = layers_of(variant, "attention.dropout=0.5")[0].train()
     x = random(2, 9, 64)
     assert (output(layer, x) - output(layer, x)).abs().max() > 1e-3
@@ -67,13 +67,13 @@ def test_attention_flops_count_only_visible_scores(variant):
 
 
 @pytest.mark.parametrize("dim, heads, kv_heads", [(10, 4, 2), (8, 4, 3), (12, 4, 2)])
-def test_heads_that_do_not_fit_are_refused(dim, heads, kv_heads):
+def test_incompatible_head_counts_are_refused(dim, heads, kv_heads):
     sizes = (f"model.dim={dim}", f"model.heads={heads}", f"attention.kv_heads={kv_heads}")
     with pytest.raises(ValueError, match="fix: "):
         instantiate(tree_of("gqa", *sizes))
 
 
-def test_the_cache_of_a_window_does_not_grow_with_the_prompt():
+def test_a_sliding_window_cache_does_not_grow_with_the_prompt():
     tree = settings_of("model=tiny", "data.vocab_size=128", "model.depth=1", "context=2048").model
 
     tree["attention"]["window"] = 256
@@ -88,7 +88,7 @@ def test_the_cache_of_a_window_does_not_grow_with_the_prompt():
     assert cache.nbytes == 256 * 2 * kv_heads * head_dim * 4  # k and v in fp32
 
 
-def test_a_layer_with_rope_and_qk_norm_equals_its_formulas():
+def test_a_layer_with_rope_and_qk_norm_matches_its_formulas():
     """dim 128, 16 heads of 8 features, 4 key-value heads, RoPE, then QK-norm without weight."""
     knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
@@ -103,7 +103,7 @@ def test_a_layer_with_rope_and_qk_norm_equals_its_formulas():
     close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-6)
 
 
-def test_absorption_halves_the_flops_of_a_decode_step():
+def test_absorbing_projections_halves_the_flops_of_a_decode_step():
     knobs = {"rank": 64, "head_dim": 32, "rope_dim": 16, "rope_base": 10000.0}
     layer = redraw(LatentAttention(spec_of(256, 8, 4096), **knobs))
     cache = layer.new_cache(1, 2049, torch.float32, "cpu")
@@ -136,7 +136,7 @@ def test_shared_keys_and_values_come_from_the_previous_layer():
 
 
 @pytest.mark.parametrize("variant", ["shared_kv", "value_residual"])
-def test_layers_that_share_must_have_the_same_heads(variant):
+def test_layers_that_share_keys_or_values_must_have_equal_heads(variant):
     first, _ = layers_of(variant)
     _, second = layers_of(variant, "attention.kv_heads=1")
     x = random(2, 9, 64)
@@ -174,7 +174,7 @@ TOKEN_NUMBERS = {
 
 
 @pytest.mark.parametrize("variant", TOKEN_NUMBERS)
-def test_cache_bytes_follow_the_formula(variant):
+def test_cache_bytes_match_the_formula(variant):
     settings = settings_of("model=15m", "context=4096", f"attention={variant}")
     tree = settings.model | {"vocab_size": 128}
     model = instantiate(tree)
@@ -193,7 +193,7 @@ def test_the_cache_of_a_recurrent_layer_has_a_constant_size():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 20])
-def test_alibi_slopes_equal_bloom_and_mpt(heads):
+def test_alibi_slopes_match_bloom_and_mpt(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
@@ -216,7 +216,7 @@ def test_alibi_subtracts_scaled_distances_from_scores():
     close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-5)
 
 
-def test_retention_equals_its_recurrence():
+def test_retention_matches_its_recurrence():
     layer = layers_of("retention")[0]
     x = random(2, 11, 64)
     q, k = (

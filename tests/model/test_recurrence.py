@@ -67,7 +67,7 @@ def with_gradients(rule, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("length, chunk", [(1, 4), (4, 4), (11, 4), (13, 1), (37, 5), (6, 64)])
 @pytest.mark.parametrize("preset", FLA)
-def test_chunks_equal_the_recurrence_and_its_gradients(preset, length, chunk):
+def test_chunked_outputs_and_gradients_match_the_recurrence(preset, length, chunk):
     inputs = inputs_of(length, preset)
     expected = with_gradients(lambda *x: token_by_token(*x, preset != "mamba2"), inputs)
     close(with_gradients(chunked(preset, chunk), inputs), expected)
@@ -96,18 +96,18 @@ def compare(preset: str) -> float:
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_recurrences_equal_fla(preset):
+def test_recurrences_match_fla(preset):
     assert compare(preset) < 1e-4
 
 
-def test_kda_with_equal_channels_equals_gdn():
+def test_kda_with_equal_channel_decays_matches_gdn():
     q, k, v, beta, g, state = inputs_of(70, "gdn", dtype=torch.float32)
     by_head = chunked("gdn", 64)(q, k, v, beta, g, state)
     by_channel = chunked("kda", 64)(q, k, v, beta, g.expand(*k.shape), state)
     close(by_channel, by_head, atol=1e-5, rtol=0)
 
 
-def test_without_erasing_a_token_without_decay_writes_nothing():
+def test_mamba2_writes_nothing_for_a_token_without_decay():
     layer = drawn(tree_of("mamba2")).blocks[0].attention
     x = torch.randn(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -135,7 +135,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_products_are_few_and_large_enough_for_a_library(preset):
+def test_matrix_products_are_few_and_large_enough_for_a_library(preset):
     """On a GPU, each product is a cuBLAS call, whose tiles have at least 16 rows."""
     generator = torch.Generator().manual_seed(0)
     num_decays = 32 if preset == "kda" else 1
@@ -154,7 +154,7 @@ def test_products_are_few_and_large_enough_for_a_library(preset):
 
 @pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_inverse_is_as_precise_as_substitution_for_any_keys(correlation, sign):
+def test_the_triangular_solve_is_accurate_for_any_keys(correlation, sign):
     """If keys are equal, powers of A have elements up to 1e18, but its inverse has none above 1."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(64, 16, generator=generator, dtype=torch.float64)
@@ -182,7 +182,7 @@ def test_the_inverse_is_as_precise_as_substitution_for_any_keys(correlation, sig
 
 
 @pytest.mark.parametrize("preset", ["gdn", "kda"])
-def test_a_step_of_one_token_solves_no_system(preset, monkeypatch):
+def test_a_single_token_step_solves_no_triangular_system(preset, monkeypatch):
     solved = []
     apply = UnitTriangularSolve.apply
 
@@ -202,7 +202,7 @@ def test_a_step_of_one_token_solves_no_system(preset, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_a_compiled_backward_is_as_precise_as_the_forward(preset, run_of):
+def test_a_compiled_backward_stays_in_fp32_under_autocast(preset, run_of):
     """Autocast is off in the recurrence, and must stay off in its gradients."""
     run = run_of()
     compile_model(run.trainer.loss_module, run.settings, run.ranks)

@@ -33,7 +33,7 @@ def heads_of(layer: SoftmaxAttention, x: Tensor) -> Tensor:
     return inputs[0].unflatten(-1, (layer.heads, -1))
 
 
-def test_exclusive_attention_equals_neomme_and_is_orthogonal_to_the_own_value():
+def test_exclusive_attention_matches_neomme_and_is_orthogonal_to_each_tokens_value():
     layer = layers_of("exclusive")[0]
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -49,7 +49,7 @@ def test_exclusive_attention_equals_neomme_and_is_orthogonal_to_the_own_value():
     close((ours * own_v).sum(dim=-1), torch.zeros(2, 9, layer.heads).double(), rtol=0, atol=1e-5)
 
 
-def test_the_convolution_equals_inkling():
+def test_the_short_convolution_matches_inkling():
     theirs = InklingShortConvolution(24, 4, 0, 0)
     ours = ShortConv(24, 4)
     ours.taps.data = theirs.conv1d.weight.data.clone()
@@ -58,7 +58,7 @@ def test_the_convolution_equals_inkling():
     close(ours(x, ForwardContext(x[..., 0])), theirs(x), **TOLERANCE)
 
 
-def test_attention_after_a_convolution_starts_equal_to_its_parent():
+def test_attention_after_a_convolution_initially_equals_its_parent():
     ours = layers_of("conv")[0]
     parent = layers_of("gqa")[0]
     parent.load_state_dict(ours.state_dict(), strict=False)
@@ -69,7 +69,7 @@ def test_attention_after_a_convolution_starts_equal_to_its_parent():
     close(output(ours, x), output(parent, x))
 
 
-def test_tied_keys_and_values_equal_gemma_4_with_half_the_cache():
+def test_tied_keys_and_values_match_gemma_4_and_halve_the_cache():
     layer = layers_of("tied_kv")[0]
     config = Gemma4TextConfig(
         hidden_size=64,
@@ -107,7 +107,7 @@ def test_tied_keys_and_values_equal_gemma_4_with_half_the_cache():
     assert nbytes[0] == nbytes[1] / 2
 
 
-def test_forgetting_attention_equals_fla_and_with_open_gates_its_parent():
+def test_forgetting_attention_matches_fla_and_its_parent_if_gates_are_open():
     layer = layers_of("fox")[0]
     x = random(2, 9, 64)
     q, k, v = layer.project_qkv(x, ForwardContext(x[..., 0]))
@@ -144,7 +144,7 @@ def block_attention(layer: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) ->
     return y
 
 
-def test_block_attention_equals_its_paper():
+def test_block_attention_matches_its_paper():
     layer = layers_of("moba")[0]
     layer.block, layer.topk = 3, 2
     x = random(2, 17, 64)
@@ -152,7 +152,7 @@ def test_block_attention_equals_its_paper():
     close(heads_of(layer, x), block_attention(layer, q, k, v))
 
 
-def test_blocks_are_chosen_in_fp32_under_autocast():
+def test_blocks_are_selected_in_fp32_under_autocast():
     layer = layers_of("moba")[0].float()
     layer.block, layer.topk = 3, 2
     x = random(2, 99, 64).float()
@@ -176,7 +176,7 @@ def indexed(topk: int) -> SoftmaxAttention:
     return layer
 
 
-def test_the_indexer_equals_deepseek_and_its_attention_fla():
+def test_the_indexer_matches_deepseek_and_its_attention_matches_fla():
     layer = indexed(4)
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
@@ -210,7 +210,7 @@ def test_the_indexer_equals_deepseek_and_its_attention_fla():
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
-def test_a_decode_step_reads_only_chosen_keys(variant):
+def test_a_decode_step_reads_only_selected_keys(variant):
     """Keys and values that were not chosen are NaN here, and must not be read."""
     layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
     x = random(2, 33, 64)
@@ -235,7 +235,7 @@ def test_a_decode_step_reads_only_chosen_keys(variant):
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
-def test_choosing_every_key_equals_the_parent(variant):
+def test_selecting_every_key_matches_the_parent(variant):
     layer = layers_of(variant)[0]
     layer.topk = 64
     parent = layers_of("gqa")[0]
@@ -244,7 +244,7 @@ def test_choosing_every_key_equals_the_parent(variant):
     close(output(layer, x), output(parent, x), rtol=0, atol=1e-5)
 
 
-def test_only_the_indexer_learns_from_the_divergence_and_from_nothing_else():
+def test_the_divergence_loss_trains_only_the_indexer():
     layer = indexed(4)
     x = random(2, 17, 64).requires_grad_()
     index_names = {name for name, _ in layer.named_parameters() if name.startswith("index")}
@@ -261,7 +261,7 @@ def test_only_the_indexer_learns_from_the_divergence_and_from_nothing_else():
 
 
 @pytest.mark.parametrize("words", [(), ("attention.softcap=2.0", "attention.sink=true")])
-def test_mean_weights_equal_the_weights_of_the_kernel(words):
+def test_mean_weights_match_the_kernel_weights(words):
     """With identity values, the kernel outputs its weights; they are renormalized to exclude a sink."""
     layer = layers_of("dsa", *words)[0]
     layer.topk = 4
@@ -276,7 +276,7 @@ def test_mean_weights_equal_the_weights_of_the_kernel(words):
     close(layer.mean_weights(q, k, chosen), weights, rtol=0, atol=1e-6)
 
 
-def test_the_auxiliary_loss_is_the_divergence_of_index_scores_from_weights():
+def test_the_auxiliary_loss_is_the_divergence_between_attention_weights_and_index_scores():
     layer = indexed(4)
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])

@@ -23,7 +23,7 @@ marked = [
 
 
 @pytest.mark.parametrize("variant, ffn, norm", marked)
-def test_any_combination_decodes_as_in_the_full_forward(variant, ffn, norm):
+def test_cached_decoding_of_any_combination_matches_the_full_forward(variant, ffn, norm):
     model = drawn(tree_of(variant, f"ffn={ffn}", f"norm={norm}"), torch.float64)
     tokens = torch.randint(128, (2, 13), generator=torch.Generator().manual_seed(1))
     cache = model.new_cache(2, 16, torch.float64, "cpu")

@@ -35,7 +35,7 @@ def test_the_cache_is_in_the_clone_if_it_is_writable(tmp_path):
 
 
 @pytest.mark.parametrize("setting", [None, "elsewhere", "not/absolute"])
-def test_the_cache_is_otherwise_in_the_home_of_the_user(home, monkeypatch, setting):
+def test_the_cache_falls_back_to_the_users_home(home, monkeypatch, setting):
     expected = home / ".cache"
     if setting == "elsewhere":
         expected = home.parent / setting
@@ -45,7 +45,7 @@ def test_the_cache_is_otherwise_in_the_home_of_the_user(home, monkeypatch, setti
     assert writable_cache(NOWHERE) == compiler_cache(NOWHERE) == expected / "attend"
 
 
-def test_a_folder_of_another_user_is_not_written(tmp_path, home, monkeypatch):
+def test_a_cache_folder_of_another_user_is_not_used(tmp_path, home, monkeypatch):
     clone = tmp_path / ".cache"
     clone.mkdir()
     access = os.access
@@ -54,7 +54,7 @@ def test_a_folder_of_another_user_is_not_written(tmp_path, home, monkeypatch):
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_without_a_home_the_cache_is_in_a_temporary_folder_of_the_user(
+def test_without_a_home_the_cache_is_in_a_private_temporary_folder(
     tmp_path, monkeypatch, capfd, is_taken
 ):
     monkeypatch.setenv("HOME", "/dev/null")
@@ -78,7 +78,7 @@ def test_compiled_code_avoids_paths_that_torch_does_not_quote(tmp_path, home, na
     assert writable_cache(clone) == clone
 
 
-def test_compiled_code_may_be_in_a_path_with_other_unusual_characters(tmp_path):
+def test_compiled_code_can_be_cached_in_a_path_with_other_unusual_characters(tmp_path):
     # torch.compile works in such a path, as tried by hand.
     clone = tmp_path / "красный(x){y}$z&;%s#" / ".cache"
     assert compiler_cache(clone) == clone
@@ -92,7 +92,7 @@ def test_a_corpus_is_read_from_a_read_only_cache(tmp_path, story, monkeypatch):
     assert [path.name for path in tmp_path.glob("attend-*")] == []
 
 
-def test_a_run_in_a_folder_without_a_cache_prepares_its_text_elsewhere(command, story, home):
+def test_text_is_prepared_in_the_home_cache_if_a_local_one_cannot_be_created(command, story, home):
     Path(".cache").touch()  # a file, so no folder can be created
     words = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=1", "run_dir=run")
     command("train.py", *TINY, *words).succeeded()
@@ -100,7 +100,9 @@ def test_a_run_in_a_folder_without_a_cache_prepares_its_text_elsewhere(command, 
     assert (corpus / "manifest.json").exists()
 
 
-def test_compiled_code_is_stored_on_a_file_system_with_locks(tmp_path, home, monkeypatch, capfd):
+def test_compiled_code_is_stored_on_a_file_system_that_supports_locks(
+    tmp_path, home, monkeypatch, capfd
+):
     """torch.compile locks files in its cache."""
     share = tmp_path / "share" / "compiled-2.13"
 

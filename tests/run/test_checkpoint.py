@@ -17,7 +17,7 @@ from train import take_step
 
 
 @pytest.mark.parametrize(("key", "file"), [("loss_sum", "state.pt"), ("machine", "config.json")])
-def test_a_missing_key_is_named(run_of, capsys, monkeypatch, key, file):
+def test_a_key_missing_from_a_checkpoint_is_reported(run_of, capsys, monkeypatch, key, file):
     """The exit code is 3, and the message does not call the file unreadable."""
     save = checkpoint.save
 
@@ -74,7 +74,7 @@ def test_two_checkpoints_are_kept_and_the_newest_intact_one_is_loaded(run_of, ca
     assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
 
 
-def test_weights_of_another_shape_are_refused(run_of):
+def test_weights_that_do_not_match_the_model_are_refused(run_of):
     run = run_of()
     take_step(run)
     run.checkpointer.save(run.progress)

@@ -28,7 +28,7 @@ GROUPS = ("data", "optimizer", "schedule", "experiment")
 
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_yaml_keys_equal_the_arguments_of_the_constructor(path):
+def test_yaml_keys_match_the_constructor_arguments(path):
     tree = getattr(settings_of(f"{path.parent.name}={path.stem}"), path.parent.name)
     found = resolve_target(tree["_target_"], tree["_target_"].partition(".")[0])
     assert set(tree) - {"_target_", "_partial_"} == {
@@ -37,7 +37,7 @@ def test_yaml_keys_equal_the_arguments_of_the_constructor(path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_attention_lists_every_knob(variant):
+def test_an_attention_preset_lists_every_knob(variant):
     tree = settings_of(f"attention={variant}").model["attention"]
     for kind in tree.get("kinds", {"": tree}).values():
         knobs = {
@@ -58,7 +58,7 @@ def leaves(tree: dict, path: str = "") -> dict:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_yaml_lists_exactly_the_differences_from_its_parents(variant):
+def test_a_preset_lists_exactly_the_differences_from_its_parents(variant):
     model = settings_of(f"attention={variant}").model
     lines = OmegaConf.load(CONFIGS / "attention" / f"{variant}.yaml")
     parents = {}
@@ -77,7 +77,7 @@ def test_a_yaml_lists_exactly_the_differences_from_its_parents(variant):
 @pytest.mark.parametrize(
     "size, variant", [(size, "gqa") for size in MODELS] + [("15m", name) for name in VARIANTS]
 )
-def test_each_attention_fits_each_size(size, variant):
+def test_each_attention_preset_builds_at_each_model_size(size, variant):
     with torch.device("meta"):
         model = instantiate(settings_of(f"model={size}", f"attention={variant}").model)
     assert model(torch.zeros(1, 3, dtype=torch.int64, device="meta")).shape == (1, 3, 4096)
@@ -87,7 +87,7 @@ SIZES = {"124m": 125e6, "350m": 335e6, "1b": 1.12e9}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_number_of_parameters_matches_the_name_of_a_size(size):
+def test_parameter_counts_match_the_names_of_model_sizes(size):
     with torch.device("meta"):
         model = instantiate(settings_of(f"model={size}", "data.vocab_size=32000").model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(SIZES[size], rel=0.05)
@@ -96,7 +96,7 @@ def test_the_number_of_parameters_matches_the_name_of_a_size(size):
 @pytest.mark.parametrize(
     "choice", [f"{g}={p.stem}" for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
 )
-def test_every_choice_of_a_group_composes(choice):
+def test_every_preset_of_a_group_composes(choice):
     assert settings_of(choice).name == "test"
 
 
@@ -112,7 +112,7 @@ def test_every_choice_of_a_group_composes(choice):
         (768, "null", 2, "batch_tokens=512"),
     ],
 )
-def test_an_indivisible_batch_is_refused_with_the_nearest_one(tokens, micro, world, fix):
+def test_the_error_for_an_indivisible_batch_suggests_the_nearest_size(tokens, micro, world, fix):
     words = [f"batch_tokens={tokens}", "context=256", f"micro_batch={micro}", "name=test"]
     if fix is None:
         settings = compose(words)
@@ -124,7 +124,7 @@ def test_an_indivisible_batch_is_refused_with_the_nearest_one(tokens, micro, wor
     compose([*words, fix]).check_combinations(world)  # the proposed fix works
 
 
-def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(command):
+def test_train_help_lists_every_key_and_choice_and_its_examples_work(command):
     result = command("train.py", "--help")
     assert result.code == 0
     for key in Settings.model_fields:
@@ -142,14 +142,14 @@ def test_the_help_of_training_lists_every_key_and_choice_and_its_examples_work(c
     assert len(examples) == 4 and all(compose(line.split()) for line in examples)
 
 
-def test_a_preset_starts_with_a_line_that_describes_it():
+def test_every_preset_starts_with_a_one_line_description():
     for file in CONFIGS.glob("*/*.yaml"):
         lines = file.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()
         assert re.match(r"# \S.{,97}$", lines[0]), file
 
 
 @pytest.mark.parametrize("option", ["--cfg job", "-c job", "--cfg=job --resolve"])
-def test_the_composed_config_is_printed(command, option):
+def test_cfg_job_prints_the_composed_config(command, option):
     words = ("model=tiny", "context=64", "attention=mqa", "optimizer.lr=0.5", "data.vocab_size=999")
     result = command("train.py", *option.split(), *words).succeeded()
     config = yaml.safe_load(result.out)
@@ -188,7 +188,7 @@ def test_help_shows_the_keys_of_selected_groups(command):
     assert "  attention.qk_norm=before_rope  null, before_rope (with a weight)" in dsa
 
 
-def test_a_notebook_composes_configs_from_any_folder(tmp_path):
+def test_configs_can_be_composed_in_a_notebook_from_any_folder(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -205,7 +205,7 @@ assert second.optimizer["lr"] == 0.5 != first.optimizer["lr"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_stays_locked_until_its_run_ends(tmp_path, monkeypatch, capsys):
+def test_a_run_folder_stays_locked_until_the_run_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = settings_of("run_dir=a")
     ranks = DistEnv(0, 1, torch.device("cpu"))

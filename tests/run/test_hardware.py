@@ -52,7 +52,7 @@ CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
         ((11, 0), "compute_100f", False),
     ],
 )
-def test_compiled_code_runs_on_the_gpus_that_nvidia_documents(capability, architectures, runs):
+def test_gpu_compatibility_follows_the_nvidia_documentation(capability, architectures, runs):
     assert hardware.has_kernels(capability, architectures.split()) is runs
 
 
@@ -73,7 +73,7 @@ def v100(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-def test_a_gpu_without_kernels_is_skipped_with_a_note_and_refused_if_requested(v100, capsys):
+def test_a_gpu_without_kernels_is_skipped_with_a_warning_and_refused_if_requested(v100, capsys):
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
     (line,) = capsys.readouterr().err.splitlines()
@@ -86,7 +86,7 @@ def test_a_gpu_without_kernels_is_skipped_with_a_note_and_refused_if_requested(v
     assert hardware.pick_device("cpu") == torch.device("cpu")
 
 
-def test_ranks_check_all_gpus_of_their_machine(v100, monkeypatch):
+def test_each_rank_checks_all_gpus_of_its_machine(v100, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     capabilities = [(9, 0), (7, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -95,13 +95,13 @@ def test_ranks_check_all_gpus_of_their_machine(v100, monkeypatch):
     assert hardware.pick_device("auto") == torch.device("cpu")
 
 
-def test_architectures_of_rocm_are_not_compared(v100, monkeypatch):
+def test_rocm_architectures_are_not_compared(v100, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a", "gfx942"])
     assert hardware.pick_device("auto") == torch.device("cuda")
 
 
-def test_compilation_for_a_gpu_needs_a_c_compiler(monkeypatch):
+def test_compilation_for_a_gpu_requires_a_c_compiler(monkeypatch):
     """Triton searches for $CC, gcc or clang, in triton/runtime/build.py."""
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "absent" else name)
@@ -136,7 +136,7 @@ def test_fp32_on_a_gpu_is_described_as_tf32(monkeypatch, kind, dtype, has_tf32, 
     assert hardware.describe_products(torch.device(kind), dtype) == described
 
 
-def test_precision_hints_of_inductor_raise_no_error(monkeypatch):
+def test_inductor_precision_hints_raise_no_error(monkeypatch):
     from torch._inductor import compile_fx
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

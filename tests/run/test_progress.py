@@ -18,7 +18,9 @@ def drawn(capsys) -> list[str]:
     "words, end",
     [(("steps=9",), "1/9"), (("steps=null", "max_epochs=null", "max_minutes=2"), r"1/\?")],
 )
-def test_the_first_bar_has_loss_rate_and_time_left(run_of, capsys, monkeypatch, words, end):
+def test_the_first_progress_bar_shows_loss_rate_and_time_left(
+    run_of, capsys, monkeypatch, words, end
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run = run_of(*words)
     take_step(run)
@@ -47,7 +49,7 @@ def test_a_terminal_shows_a_clock_during_a_long_wait(capsys, monkeypatch):
     assert told == "reading" and re.match("1 of 4, 00:01 elapsed, 00:0[345] left", clock)
 
 
-def test_a_slow_step_is_announced_after_five_times_the_usual_patience(run_of, capsys, monkeypatch):
+def test_a_slow_step_is_announced_after_five_times_the_usual_delay(run_of, capsys, monkeypatch):
     run = run_of("steps=9")
     monkeypatch.setattr(progress, "PATIENCE", 0.05)
     compute = run.trainer.compute_gradients

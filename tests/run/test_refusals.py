@@ -179,7 +179,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("typed", CONFIGS)
-def test_a_bad_config_is_refused_in_one_line_whose_fix_works(typed, capfd, monkeypatch, tmp_path):
+def test_an_invalid_override_is_refused_in_one_line_with_a_working_fix(
+    typed, capfd, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -282,7 +284,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("typed", FOREIGN)
-def test_names_of_other_programs_are_translated(typed):
+def test_option_names_of_other_programs_are_translated(typed):
     with pytest.raises(OverrideError) as refused:
         compose(typed.split())
     problem, _, fix = str(refused.value).partition(". fix: ")
@@ -335,7 +337,7 @@ def test_every_translation_composes():
     compose(waiting)
 
 
-def test_no_key_is_a_name_of_another_program():
+def test_no_config_key_is_also_a_translated_name():
     tops = {key for key in defaults() if key not in GROUPS}
     assert not tops & {*aliases.TEMPLATES, *aliases.REASONS}
 
@@ -431,12 +433,12 @@ def test_only_similar_keys_are_suggested():
     ("typed", "value"),
     [("steps=1e3", 1000), ("batch_tokens=16e3", 16000), ("context=5.12e2", 512), ("seed=7.0", 7)],
 )
-def test_an_integer_may_have_an_exponent(typed, value):
+def test_integers_can_be_written_with_an_exponent(typed, value):
     key = typed.partition("=")[0]
     assert repr(getattr(compose([typed]), key)) == repr(value)
 
 
-def test_an_integer_of_a_group_may_have_an_exponent():
+def test_integers_in_groups_can_be_written_with_an_exponent():
     settings = compose(["data.vocab_size=8e3", "model.dim=1.28e2", "context=1e3", "clip=1e0"])
     sizes = (settings.data["vocab_size"], settings.model["dim"], settings.model["context"])
     assert repr(sizes) == "(8000, 128, 1000)" and repr(settings.clip) == "1.0"
@@ -483,7 +485,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("typed", OPTIONS)
-def test_an_option_is_answered_with_the_equivalent_override(command, typed):
+def test_the_error_for_an_option_suggests_the_equivalent_override(command, typed):
     result = command("train.py", *typed.split())
     (line,) = result.err.splitlines()
     fix = line.partition(". fix: ")[2].partition(";")[0]
@@ -515,7 +517,7 @@ BARE = {
 
 
 @pytest.mark.parametrize("typed", BARE)
-def test_values_without_a_key_are_answered_with_the_override(typed):
+def test_the_error_for_a_value_without_a_key_suggests_the_override(typed):
     with pytest.raises((ValueError, OverrideError)) as refused:
         compose(typed.split())
     fix = str(refused.value).partition(". fix: ")[2].partition(";")[0]
@@ -523,19 +525,19 @@ def test_values_without_a_key_are_answered_with_the_override(typed):
     expand_sweep([word for word in shlex.split(fix) if "=" in word])
 
 
-def test_a_yaml_of_the_user_is_not_a_choice(monkeypatch, tmp_path):
+def test_a_local_yaml_file_is_not_mistaken_for_a_preset(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").touch()
     with pytest.raises(ValueError, match=re.escape("(got tiny.yaml). fix: python train.py --help")):
         compose(["tiny.yaml"])
 
 
-def test_a_single_number_becomes_a_list():
+def test_a_single_number_is_converted_to_a_list():
     settings = compose(["name=test", "data=recall", "data.pairs=4"])
     assert instantiate(settings.data, "data").pairs == [4]
 
 
-def test_all_missing_paths_are_named(monkeypatch, tmp_path):
+def test_all_missing_paths_are_reported(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("here.txt").write_text("text", encoding="utf-8")
     with pytest.raises(ValueError, match="absent") as refused:
@@ -574,7 +576,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("typed", COMPARED)
-def test_bad_overrides_of_a_comparison_are_answered_with_a_fix(command, typed):
+def test_the_error_for_invalid_comparison_overrides_suggests_a_fix(command, typed):
     result = command("tools/compare/__main__.py", *typed.split())
     (line,) = result.err.splitlines()
     fix = line.partition(". fix: ")[2].partition(";")[0]
@@ -612,7 +614,7 @@ def test_a_typo_is_reported_before_torch_is_imported(call):
         assert last.startswith("error: ")
 
 
-def test_all_keys_out_of_range_are_reported_at_once(capfd):
+def test_all_out_of_range_values_are_reported_at_once(capfd):
     with pytest.raises(SystemExit), errors.user_input():
         compose(["name=test", "steps=0", "seed=-1", "log_every=0.5"])
     assert len(capfd.readouterr().err.splitlines()) == 3
@@ -643,7 +645,7 @@ def test_a_path_is_used_as_typed(value):
     assert settings.name == "007"
 
 
-def test_a_path_may_still_be_null_or_quoted():
+def test_a_path_can_be_null_or_quoted():
     words = ["run_dir=null", 'init_from="a, b"', "distill='c'", "+data.tokenizer=null"]
     settings = compose(["name=test", "data=text", *words])
     assert (settings.run_dir, settings.init_from, settings.distill) == (None, "a, b", "c")
@@ -651,7 +653,7 @@ def test_a_path_may_still_be_null_or_quoted():
 
 
 @pytest.mark.parametrize("value", ["Moby Dick, by X.txt", "(a) [2]", "it's", 'say "hi"', "a,\\"])
-def test_the_quoting_that_a_fix_suggests_can_be_pasted(value):
+def test_the_quoting_suggested_by_a_fix_can_be_pasted(value):
     """For keys that are not paths: their values must be quoted."""
     with pytest.raises(OverrideError) as refused:
         compose(["name=test", "data=text", f"data.separator={value}"])
@@ -659,7 +661,7 @@ def test_the_quoting_that_a_fix_suggests_can_be_pasted(value):
     assert compose(["name=test", "data=text", pasted]).data["separator"] == value
 
 
-def test_a_comma_in_the_path_of_a_text_separates_no_variants(command):
+def test_a_comma_in_a_data_path_does_not_separate_variants(command):
     """Runs on two texts cannot be compared, so the comma belongs to the path."""
     Path("Moby Dick, by X.txt").write_text("text", encoding="utf-8")
     words = ["attention=gqa,mqa", "data=text", "data.path=Moby Dick, by X.txt"]
@@ -686,7 +688,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("case", TRAINING)
-def test_bad_input_to_training_ends_with_a_line_and_an_exit_code(command, story, case):
+def test_train_reports_invalid_input_in_one_line_with_an_exit_code(command, story, case):
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     overrides, code, said = TRAINING[case]
@@ -718,7 +720,7 @@ BAD_GENERATION = {
 
 
 @pytest.mark.parametrize("case", BAD_GENERATION)
-def test_bad_input_to_generation_ends_with_a_line_and_an_exit_code(
+def test_generate_reports_invalid_input_in_one_line_with_an_exit_code(
     command, drawn_run, monkeypatch, case
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -740,7 +742,7 @@ def test_every_fix_is_specific():
                 assert f"fix: {empty}" not in text, path
 
 
-def test_a_bug_in_a_layer_is_not_reported_as_bad_input(monkeypatch):
+def test_a_bug_in_a_layer_is_not_reported_as_invalid_input(monkeypatch):
     def fail(*_):
         raise RuntimeError("shapes cannot be multiplied")
 
@@ -761,7 +763,7 @@ UNUSED = {
 }
 
 
-def test_an_override_without_effect_is_named(command, story):
+def test_an_override_without_effect_is_reported(command, story):
     for typed, reason in UNUSED.items():
         settings = compose([*TINY, *TEXT, "name=test", "steps=2", *typed.split()])
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=400))

@@ -55,18 +55,18 @@ def test_the_exit_code_reports_an_error_that_cannot_be_printed():
 
 
 @pytest.mark.parametrize("line", [f"{command} --help" for command in COMMANDS.values()])
-def test_closing_the_pipe_of_help_is_no_error(line):
+def test_closing_the_pipe_during_help_is_not_an_error(line):
     told = bash(f"{line} | true")
     assert told.returncode == 0 and b"rror" not in told.stderr  # it may mention a slow import
 
 
-def test_reading_only_the_first_line_of_a_table_is_no_error():
+def test_reading_only_the_first_line_of_a_table_is_not_an_error():
     told = bash(f"{COMMANDS['cost']} model=tiny attention=gqa,mha,mqa | head -1")
     assert told.returncode == 0 and told.stdout.startswith(b"attention")
     assert b"rror" not in told.stderr
 
 
-def test_a_full_disk_behind_standard_output_is_a_storage_error(generate):
+def test_writing_standard_output_to_a_full_disk_is_a_storage_error(generate):
     told = bash(f"{generate} Ann > /dev/full")
     assert told.returncode == 74
     assert b"No space left on device (standard output, or a file" in told.stderr
@@ -84,7 +84,7 @@ with errors.report_errors(){inner}:
 """
 
 
-def test_only_a_broken_pipe_of_standard_output_is_success():
+def test_only_a_broken_pipe_on_standard_output_counts_as_success():
     """Any other broken pipe, such as one to a killed process, is an error."""
     for inner, code in (("", 1), (", errors.user_input()", 2)):
         words = [sys.executable, "-c", BROKEN.format(inner=inner)]
@@ -116,7 +116,7 @@ def test_characters_that_a_stream_cannot_encode_are_escaped(generate, env):
 
 @pytest.mark.parametrize("env", [*ASCII, {}])
 @pytest.mark.parametrize("path", ["красный", b"caf\xe9"])
-def test_an_error_names_any_path(env, path):
+def test_an_error_message_can_contain_any_path(env, path):
     words = [sys.executable, ROOT / "generate.py", "Ann", "--run", path]
     told = subprocess.run(words, env=os.environ | env, capture_output=True, timeout=LONG)
     assert told.returncode == 2 and told.stderr.startswith(b"error: not a run (")
@@ -137,7 +137,7 @@ def test_ctrl_c_during_imports_causes_no_traceback(tmp_path, name):
     assert (told.returncode, told.stdout, told.stderr) == (130, b"", line)
 
 
-def test_ctrl_c_stays_ignored_during_imports():
+def test_an_ignored_ctrl_c_stays_ignored_during_imports():
     """A shell starts background commands with SIGINT ignored."""
     code = "import signal; from run import errors; errors.begin_command(); "
     code += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
@@ -154,14 +154,14 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_network_is_blamed_only_for_its_own_errors(problem, capfd):
+def test_only_network_errors_are_attributed_to_the_network(problem, capfd):
     error, said = PROBLEMS[problem]
     with pytest.raises(SystemExit) as end, errors.user_input():
         raise error
     assert end.value.code == 2 and capfd.readouterr().err.startswith(f"error: {said}")
 
 
-def test_an_unreadable_file_is_named(capfd):
+def test_the_error_names_an_unreadable_file(capfd):
     with pytest.raises(SystemExit), errors.user_input(), errors.naming("a.bin"):
         raise PermissionError(1, "Operation not permitted")
     assert "Operation not permitted (a.bin). fix: check a.bin" in capfd.readouterr().err
@@ -169,6 +169,6 @@ def test_an_unreadable_file_is_named(capfd):
         raise FileNotFoundError(2, "No such file", "b.bin")
 
 
-def test_commands_restore_the_handler_of_ctrl_c(command):
+def test_commands_restore_the_ctrl_c_handler(command):
     command("train.py", "--help").succeeded()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

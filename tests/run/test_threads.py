@@ -58,7 +58,7 @@ def loaded(cores: int, load: float) -> str:
         (1, 1, 1.0, 1),
     ],
 )
-def test_load_reduces_threads_to_half_at_the_least(cores, available, load, expected):
+def test_load_never_reduces_threads_below_half(cores, available, load, expected):
     no_wait = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     line, number, _ = choose(available, prepare=f"{loaded(cores, load)}; {no_wait}")
     assert number == expected
@@ -66,13 +66,13 @@ def test_load_reduces_threads_to_half_at_the_least(cores, available, load, expec
     assert (line == "all") == (expected == available)
 
 
-def test_a_burst_at_the_start_does_not_count_as_load():
+def test_a_burst_of_load_at_startup_is_ignored():
     loads = "loads = [2.0, 0.1]; threads.other_load = lambda start: loads.pop(0)"
     quiet = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     assert choose(2, prepare=f"{loads}; {quiet}")[:2] == ("all", 2)
 
 
-def test_settings_of_the_user_take_precedence():
+def test_user_settings_take_precedence():
     busy = loaded(2, 2.0)
     assert choose(2, prepare=busy, OMP_NUM_THREADS="2")[:2] == ("all", 2)
     assert choose(prepare=busy, OMP_NUM_THREADS="2", GOMP_SPINCOUNT="7")[2][0] == "7"
@@ -82,7 +82,7 @@ def test_settings_of_the_user_take_precedence():
     assert bounded == [*threads.SPIN.values()]
 
 
-def test_a_resumed_run_keeps_its_threads():
+def test_a_resumed_run_keeps_its_thread_count():
     busy = f"{loaded(4, 4.0)}; threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
     assert choose(4, kept=4, prepare=busy)[:2] == ("all", 4)
     line, number, _ = choose(4, kept=1, prepare=busy)
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_its_threads():
     assert choose(4, kept=4, prepare="threads.cpu_quota = lambda: 2.5")[1] == 2
 
 
-def test_the_load_counts_only_other_processes():
+def test_load_includes_only_other_processes():
     """A busy loop in another process counts, one in this process does not."""
     if threads.cpu_time().busy == 0:
         pytest.skip("needs /proc/stat")
@@ -132,7 +132,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("membership", GROUPS)
-def test_quotas_of_control_groups(membership, tmp_path, monkeypatch):
+def test_the_smallest_control_group_quota_applies(membership, tmp_path, monkeypatch):
     for name, content in GROUPS[membership].items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
@@ -149,7 +149,7 @@ def test_quotas_of_control_groups(membership, tmp_path, monkeypatch):
     assert threads.free_threads(4) == (1, "a quota of 1.5 cores")
 
 
-def test_without_proc_there_is_no_load(monkeypatch, tmp_path):
+def test_load_is_zero_without_proc(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "Path", lambda path: tmp_path / "missing")
     assert threads.other_load(threads.cpu_time()) == 0
     assert threads.cpu_quota() is None

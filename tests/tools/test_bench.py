@@ -19,7 +19,7 @@ from tools import bench
 WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
 
 
-def test_competitors_train_models_of_the_same_shape():
+def test_competitors_train_models_with_the_same_shapes():
     settings, *_ = bench.bench_settings(WORDS)
     model = instantiate(settings.model)
     theirs = bench.transformers_llama(settings)
@@ -70,7 +70,7 @@ def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_decoding_reports_which_share_of_the_bandwidth_it_reaches(monkeypatch, capfd, tied):
+def test_decoding_reports_its_share_of_the_memory_bandwidth(monkeypatch, capfd, tied):
     """Of steps that take 1 s, in memory of 1 MB/s."""
     rows, length, num_new = 3, 19, 7
     words = [*WORDS, f"model.tied={tied}"]
@@ -118,12 +118,12 @@ def test_decoding_reports_which_share_of_the_bandwidth_it_reaches(monkeypatch, c
         ("NVIDIA GeForce RTX 4090", 1.01e12),
     ],
 )
-def test_the_bandwidth_of_a_gpu_is_from_its_data_sheet(monkeypatch, name, bandwidth):
+def test_gpu_bandwidth_comes_from_the_data_sheet(monkeypatch, name, bandwidth):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert bench.measure_bandwidth(torch.device("cuda")) == bandwidth
 
 
-def test_the_bandwidth_of_a_cpu_is_measured(monkeypatch):
+def test_cpu_bandwidth_is_measured(monkeypatch):
     """Of a sum of 1 MB that takes 2 ms."""
     monkeypatch.setattr(bench, "READ_PROBE_SIZE", 10**6)
     monkeypatch.setattr(bench.timeit, "repeat", lambda read, **_: [read() and 0.003, 0.002])
@@ -142,7 +142,7 @@ def test_a_worker_measures_once_per_message_and_ignores_ctrl_c():
     assert process.exitcode == 0
 
 
-def test_a_worker_that_ends_ends_the_benchmark(capfd):
+def test_a_failed_worker_ends_the_benchmark(capfd):
     worker = bench.start_worker("train", "transformers", [*WORDS, "attention=mla"])
     with pytest.raises(SystemExit) as end:
         bench.request_turn("transformers", worker)
@@ -152,7 +152,7 @@ def test_a_worker_that_ends_ends_the_benchmark(capfd):
 
 
 @pytest.mark.parametrize("name", ["ours", "ours, int8", "transformers"])
-def test_decoding_is_timed_separately_before_and_after_the_first_token(monkeypatch, name):
+def test_prefill_and_decoding_are_timed_separately(monkeypatch, name):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48"]
     settings, device, precision = bench.bench_settings(words)
@@ -161,14 +161,16 @@ def test_decoding_is_timed_separately_before_and_after_the_first_token(monkeypat
     assert all(seconds > 0 for seconds in measured.values())
 
 
-def test_a_line_reports_medians_over_turns_and_their_rate():
+def test_a_summary_reports_medians_over_turns_and_the_rate():
     turns = [{"seconds": seconds} for seconds in (9.0, 2.0, 2.0)]
     line = bench.summarize("x", turns, 100)
     assert (line["seconds"], line["tokens_per_second"]) == (2.0, 50)
 
 
 @pytest.mark.parametrize("has_bf16, precision", [(True, torch.bfloat16), (False, torch.float32)])
-def test_the_ceiling_is_never_measured_with_emulated_products(monkeypatch, has_bf16, precision):
+def test_the_compute_ceiling_is_never_measured_with_emulated_products(
+    monkeypatch, has_bf16, precision
+):
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda _: has_bf16)
     monkeypatch.setattr(bench, "PROBE_SIZE", 64)
     multiply = torch.Tensor.__matmul__

@@ -27,7 +27,7 @@ def test_the_list_of_commands_is_complete():
 
 
 @pytest.mark.parametrize("name", ["generate", *COMMANDS])
-def test_help_has_examples_and_each_default_once(command, name):
+def test_help_shows_examples_and_each_default_once(command, name):
     path = COMMANDS.get(name, ROOT / "generate.py")
     call = "python generate.py" if name == "generate" else f"python -m {name}"
     result = command(str(path.relative_to(ROOT)), "--help")
@@ -45,7 +45,7 @@ def test_help_has_examples_and_each_default_once(command, name):
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "tools", "tools.kost", *COMMANDS])
-def test_a_module_that_is_not_a_command_reports_it(monkeypatch, capfd, name):
+def test_running_a_module_that_is_not_a_command_is_an_error(monkeypatch, capfd, name):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", name, "a=b"])
     monkeypatch.setattr(sys, "argv", ["-m", "a=b"])
     package = compile((ROOT / "tools" / "__init__.py").read_text(encoding="utf-8"), "tools", "exec")
@@ -61,7 +61,7 @@ def test_a_module_that_is_not_a_command_reports_it(monkeypatch, capfd, name):
     assert ("fix: python -m tools.cost --help" in line) == (name == "tools.kost")
 
 
-def test_an_option_is_not_abbreviated(command):
+def test_options_cannot_be_abbreviated(command):
     """Otherwise, generate.py --prompt would mean --prompt-file."""
     result = command("generate.py", "--prompt", "Once")
     assert result.code == 2 and "unrecognized arguments: --prompt" in result.err
@@ -94,7 +94,7 @@ MISPLACED = {
 
 
 @pytest.mark.parametrize("call", MISPLACED)
-def test_a_misplaced_word_is_answered_with_its_option(command, drawn_run, call):
+def test_the_error_for_a_misplaced_argument_suggests_its_option(command, drawn_run, call):
     name, *words = call.split()
     file = "compare/__main__.py" if name == "compare" else f"{name}.py"
     result = command(f"tools/{file}", *words)
@@ -104,7 +104,7 @@ def test_a_misplaced_word_is_answered_with_its_option(command, drawn_run, call):
 
 
 @pytest.mark.parametrize("call", ["export_hf runs/drawn", "attention_map runs/drawn Ann"])
-def test_the_fix_of_a_misplaced_run_works(command, drawn_run, call):
+def test_the_suggested_fix_for_a_misplaced_run_works(command, drawn_run, call):
     name, *words = call.split()
     fixed = [word for word in words if word != "runs/drawn"]
     command(f"tools/{name}.py", *fixed, *MISPLACED[call].split()).succeeded()

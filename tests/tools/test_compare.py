@@ -108,7 +108,7 @@ def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
     assert torn.code == 2 and "runs.jsonl, line" in torn.err and "Traceback" not in torn.err
 
 
-def test_a_run_that_fails_is_a_row_and_its_variant_stays_the_baseline(command, words, quick):
+def test_a_failed_run_is_reported_and_its_variant_stays_the_baseline(command, words, quick):
     Path("out/gqa-0").mkdir(parents=True)
     Path("out/gqa-0/mine").touch()  # a folder with other files cannot hold a run
     asked = ("attention=gqa,mla", "seed=0,1", *words, "--dir", "out")
@@ -164,7 +164,7 @@ def test_a_killed_comparison_resumes(command, words, quick, tmp_path):
     assert curves("cut") == curves("whole") and result("cut") == result("whole")
 
 
-def test_two_simultaneous_calls_share_the_runs(command, words, quick, tmp_path):
+def test_two_simultaneous_comparisons_share_their_runs(command, words, quick, tmp_path):
     asked = ("attention=gqa,mqa", "seed=0,1", *words, "--dir", "out")
     both = [begun(tmp_path / name, *asked) for name in ("one", "other")]
     assert [call.wait() for call in both] == [0, 0]
@@ -175,7 +175,7 @@ def test_two_simultaneous_calls_share_the_runs(command, words, quick, tmp_path):
 
 
 @pytest.mark.long
-def test_other_seeds_make_no_difference_but_a_window_of_two_does(command):
+def test_a_window_of_two_is_judged_worse_but_different_seeds_are_not(command):
     words = [
         "model=tiny",
         "context=128",
@@ -209,7 +209,7 @@ def test_the_baseline_determines_the_steps_of_all_variants(command, words, quick
     assert [run.settings["steps"] for run in runs].count(None) == 1  # the baseline
 
 
-def test_a_signal_saves_and_ends(command, words, quick, tmp_path):
+def test_a_signal_saves_and_ends_a_comparison(command, words, quick, tmp_path):
     running = begun(tmp_path / "said", *words, "steps=1000000", "--dir", "out")
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
@@ -243,7 +243,7 @@ def test_an_invalid_comparison_is_refused_in_one_line(command, words, code, said
     assert result.err.count("\n") == 1 and not [*Path().iterdir()]
 
 
-def test_variants_are_grouped_by_their_settings():
+def test_runs_are_grouped_into_variants_by_their_settings():
     settings = [settings_of(*TINY, f"seed={seed}", f"steps={5 + seed}") for seed in (0, 1)]
     settings.append(settings_of(*TINY, "attention.window=5"))
     one, other, window = [
@@ -253,7 +253,7 @@ def test_variants_are_grouped_by_their_settings():
     assert groups == {"test window=None": [one, other], "test window=5": [window]}
 
 
-def test_the_name_of_a_variant_stays_short():
+def test_variant_names_stay_short():
     changed = ("attention.gated=true", "attention.qk_norm=null", "attention.bias=true")
     clipped = ("clip=2.0", "z_loss=0.1")
     runs = [
@@ -283,7 +283,7 @@ def test_speed_and_load_are_medians_that_skip_the_first_line(tmp_path):
     assert median_of_log(lines, "mfu") is None
 
 
-def test_a_task_is_trained(command, words, quick):
+def test_a_comparison_can_train_on_a_task(command, words, quick):
     others = [word for word in words if not word.startswith(("data", "steps"))]
     task = ("data=recall", "data.pairs=[2,3]", "data.vocab_size=128", "steps=3")
     asked = ("attention=gqa,mqa", *others, *task, "--dir", "out", "--quick")
@@ -308,7 +308,7 @@ while not (os.path.exists("3") and os.path.exists("5")):  # until both run
 """
 
 
-def test_each_gpu_trains_its_own_run(monkeypatch, tmp_path):
+def test_each_gpu_trains_a_separate_run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)

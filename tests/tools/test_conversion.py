@@ -70,7 +70,7 @@ def tokens_of(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant, words", EXACT)
-def test_an_exact_conversion_has_the_same_logits_cached_and_not(variant, words, convert):
+def test_an_exact_conversion_preserves_logits_with_and_without_a_cache(variant, words, convert):
     old, new, lines = convert(variant, words)
     assert lines and all(" (exact): layers [" in line for line in lines)
     tokens = tokens_of(old)
@@ -139,7 +139,7 @@ def test_every_preset_is_converted_with_all_of_its_settings_or_refused(preset, c
 
 @pytest.mark.parametrize("variant", ["local_global", "nope", "window_nope", "chunked"])
 @pytest.mark.parametrize("preset, option", [("mqa", "kv_heads=1"), ("sink", "sink=true")])
-def test_the_fix_for_a_hybrid_keeps_its_pattern(variant, preset, option):
+def test_the_suggested_fix_for_a_hybrid_keeps_its_pattern(variant, preset, option):
     tree = tree_of(variant)
     fix = f"attention.{option}, which keeps the layers' pattern"
     with pytest.raises(ValueError, match=f"several values .*fix: {fix}"):
@@ -170,7 +170,7 @@ APPROXIMATE = [
 
 
 @pytest.mark.parametrize("variant, words, said", APPROXIMATE)
-def test_an_approximate_conversion_is_reported_as_such(variant, words, said, convert):
+def test_approximate_conversions_are_reported_as_approximate(variant, words, said, convert):
     old, new, lines = convert(variant, words)
     assert any(said in line for line in lines) and "(approximate): layers [" in str(lines)
     tokens = tokens_of(old)
@@ -179,7 +179,7 @@ def test_an_approximate_conversion_is_reported_as_such(variant, words, said, con
         assert logits.isfinite().all() and not torch.allclose(logits, old(tokens), atol=1e-3)
 
 
-def test_key_heads_of_a_group_are_averaged(convert):
+def test_key_heads_in_a_group_are_averaged(convert):
     old, new, _ = convert("mha", "attention.kv_heads=2")
     for before, after in zip(old.blocks, new.blocks, strict=True):
         mean = before.attention.k_proj.weight.view(2, 2, 16, 64).mean(1)
@@ -187,7 +187,7 @@ def test_key_heads_of_a_group_are_averaged(convert):
         close(after.attention.q_proj.weight, before.attention.q_proj.weight)
 
 
-def test_layers_that_share_keys_get_their_mean(convert):
+def test_layers_that_share_keys_use_the_mean_of_their_projections(convert):
     old, new, _ = convert("gqa", "attention=shared_kv")
     before, after = old.state_dict(), new.state_dict()
     for name in ("k_proj", "v_proj", "k_norm"):
@@ -231,7 +231,7 @@ def test_the_shared_rotated_key_is_optimal(draw):
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor, draw):
+def test_a_query_without_rope_gives_the_mean_score_over_all_distances(factor, draw):
     """Compared with every pair of positions, rotating queries and keys as complex numbers."""
     scaling = YaRN(factor=factor, fast=32, slow=1, context=8)
     attention = SimpleNamespace(rotary_dim=4, rope_base=100.0, rope_scaling=scaling)
@@ -244,7 +244,7 @@ def test_a_query_without_rope_has_the_mean_score_of_all_distances(factor, draw):
     close(rotate_on_average(q, attention, 9)[..., 0] @ k, scores, rtol=1e-5, atol=1e-6)
 
 
-def test_a_latent_of_full_rank_with_all_rotations_differs_only_by_its_norm(convert):
+def test_a_full_rank_latent_with_all_rotations_differs_only_by_its_norm(convert):
     """With one key head and all rotations kept, the old model lacks only the latent's norm."""
     old, new, _ = convert(
         "llama attention.kv_heads=1", "attention=mla attention.rank=16 attention.rope_dim=16"
@@ -271,7 +271,7 @@ def test_a_latent_accounts_for_the_weights_of_the_preceding_norm(variant, size, 
     assert (after - before).norm() < 0.4 * before.norm()
 
 
-def test_an_option_of_a_hybrid_is_set_in_its_layer_kinds(convert):
+def test_options_of_a_hybrid_are_set_in_its_layer_kinds(convert):
     tree = tree_of("gqa", "model.depth=4")
     with pytest.raises(ValueError, match=r"rope_base is null, not 10000\.0") as refused:
         convert("gqa", "attention=kda")
@@ -282,7 +282,7 @@ def test_an_option_of_a_hybrid_is_set_in_its_layer_kinds(convert):
     assert plain["attention"]["kinds"]["full"]["rope_base"] == 10000.0
 
 
-def test_all_missing_options_of_a_conversion_are_named_at_once(convert):
+def test_all_missing_options_of_a_conversion_are_reported_at_once(convert):
     with pytest.raises(ValueError, match="no formula") as refused:
         convert("gqa", "attention.qk_norm=null attention.head_dim=32 attention.kv_heads=1")
     fix = str(refused.value).partition(". fix: ")[2]
@@ -326,7 +326,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("variant, words, fix", REFUSED)
-def test_an_unsupported_conversion_is_refused_with_the_nearest_supported_one(
+def test_the_error_for_an_unsupported_conversion_suggests_the_nearest_supported_one(
     variant, words, fix, command, tokenizer, tmp_path
 ):
     saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
@@ -349,7 +349,7 @@ def listed() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("preset", [name for name in VARIANTS if name != "gqa"])
-def test_the_page_lists_converted_and_refused_presets(preset, tokenizer, tmp_path):
+def test_the_conversion_page_lists_converted_and_refused_presets(preset, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of("gqa", "model.depth=4"), tokenizer)
     path = checkpoint.find_model(tmp_path / "run")
     title = "Converted"
@@ -372,14 +372,14 @@ def test_the_page_lists_converted_and_refused_presets(preset, tokenizer, tmp_pat
     assert pages in ([title], []), pages
 
 
-def test_the_page_of_conversion_has_all_presets_of_the_readme():
+def test_the_conversion_page_covers_all_presets_in_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     presets = set(re.findall(r"^\| `(\w+)` \|", readme, re.MULTILINE))
     assert len(presets) == 30
     assert presets - {"gqa"} == set.union(*listed().values())
 
 
-def test_all_commands_read_a_converted_model(command, tokenizer, tmp_path):
+def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of("mha", "model.depth=4"), tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     words = ("attention=mla", "attention.rank=32")
@@ -413,7 +413,7 @@ def heal(command, tokenizer, story):
     return train
 
 
-def test_training_starts_from_a_converted_model_and_resumes(heal):
+def test_training_can_start_from_a_converted_model_and_resume(heal):
     result, lines = heal("new")
     assert result.code == 0, result.err
     settings = checkpoint.load_config(checkpoint.find_model(Path("new")))
@@ -427,7 +427,7 @@ def test_training_starts_from_a_converted_model_and_resumes(heal):
     assert "python -m tools.convert mqa attention=NAME --out Y, then init_from=Y" in refused.err
 
 
-def test_a_run_with_a_teacher_resumes_and_does_not_save_it(heal, command, story):
+def test_a_distillation_run_resumes_and_does_not_save_its_teacher(heal, command, story):
     def losses(name: str, *more: str) -> list[float]:
         result, lines = heal(name, *more)
         assert result.code == 0, result.err

@@ -14,14 +14,14 @@ def names_in(card: str) -> list[str]:
     return [line.split()[0] for line in card.partition("\n\n")[0].splitlines()[1:]]
 
 
-def test_the_card_lists_every_attention(command):
+def test_the_cost_table_lists_every_attention_preset(command):
     result = command("tools/cost.py", *OVERRIDES).succeeded()
     assert names_in(result.out) == VARIANTS
     assert "\nnext: python train.py attention=NAME" in result.out
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])
-def test_figures_equal_those_of_the_allocated_model(attention):
+def test_cost_figures_match_the_allocated_model(attention):
     overrides = ["model=15m", "context=64", "data.vocab_size=20000"]
     model = instantiate(settings_of(*overrides, f"attention={attention}").model)
     caches = [model.new_cache(1, length, torch.bfloat16, "cpu").nbytes for length in (1, 2, 64)]

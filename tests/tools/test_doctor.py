@@ -54,7 +54,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, key, lambda *_, value=value, **__: value)
 
 
-def test_a_machine_without_findings(diagnose):
+def test_a_machine_without_problems_has_no_findings(diagnose):
     result = diagnose()
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-2:] == [NOTHING, "next: python train.py"]

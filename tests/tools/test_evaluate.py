@@ -42,7 +42,7 @@ def held_out_tokens() -> list[int]:
 
 
 @stories
-def test_a_published_model_has_its_reference_loss(command):
+def test_an_imported_model_reproduces_its_reference_loss(command):
     told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
     # Only documents that the reference did not cut.
@@ -98,7 +98,7 @@ def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) ->
     return total
 
 
-def test_windows_equal_a_rolling_log_likelihood():
+def test_windows_match_lm_evaluation_harness():
     """The example of get_rolling_token_windows in lm-evaluation-harness, tests/test_utils.py."""
     prefix = -100
     rows = windows([prefix, *range(34)], 10)
@@ -113,7 +113,7 @@ def test_windows_equal_a_rolling_log_likelihood():
 
 
 @pytest.mark.parametrize("family", ["SentencePiece", "Llama-3.2-1B", "SmolLM2-135M"])
-def test_bits_per_byte_equal_a_plain_loop(command, story, tokenizer, family):
+def test_bits_per_byte_match_a_plain_loop(command, story, tokenizer, family):
     """For tokenizers with and without BOS in front of a prompt."""
     if family != "SentencePiece":
         write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
@@ -135,7 +135,7 @@ def test_bits_per_byte_equal_a_plain_loop(command, story, tokenizer, family):
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
 @pytest.mark.parametrize("context", [40, 150])
-def test_another_context_uses_windows_of_that_length(command, tokenizer, variant, context):
+def test_the_context_option_sets_the_window_length(command, tokenizer, variant, context):
     model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
     assert model.context == 64
     text = "Ann had a red ball. Bob said: may I? " * 30
@@ -177,7 +177,7 @@ def test_a_text_that_has_changed_since_training_is_refused(command, story, kind)
 
 
 @pytest.mark.parametrize("words", ["", "data.tokenizer=given.model"])
-def test_a_text_is_read_with_the_tokenizer_of_the_checkpoint(
+def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
     command, trained, tokenizer, monkeypatch, words
 ):
     if words:
@@ -193,7 +193,7 @@ def test_a_text_is_read_with_the_tokenizer_of_the_checkpoint(
     assert evaluated(command, "--run", str(trained), "--slices") == before
 
 
-def test_a_task_is_evaluated_in_rows_of_the_context(command):
+def test_task_rows_have_the_length_of_the_context(command):
     settings = settings_of("data=recall", "context=64", "data.pairs=[4]", "data.vocab_size=16")
     saved_run(Path("runs/recall"), settings.model_dump())
     words = ("--run", "runs/recall", "--slices", "--context")
@@ -202,7 +202,7 @@ def test_a_task_is_evaluated_in_rows_of_the_context(command):
     assert slices[1] - slices[0] == {"distance 65-128"}
 
 
-def test_held_out_rows_of_a_task_have_an_accuracy(command):
+def test_accuracy_is_reported_for_held_out_task_rows(command):
     settings = settings_of("data=recall", "context=64", "data.pairs=[2,4]", "data.vocab_size=16")
     saved_run(Path("runs/recall"), settings.model_dump())
     found = evaluated(command, "--run", "runs/recall", "--slices")
@@ -211,7 +211,7 @@ def test_held_out_rows_of_a_task_have_an_accuracy(command):
     assert any(name.startswith("distance") for name in found["slices"])
 
 
-def test_the_loss_of_a_batch_equals_that_of_separate_rows(drawn):
+def test_the_loss_of_a_batch_equals_the_sum_over_separate_rows(drawn):
     model, draw = drawn[0], torch.Generator().manual_seed(0)
     rows = [
         Row(torch.randint(300, (n,), generator=draw).tolist(), first)

@@ -58,7 +58,9 @@ NONE = {
 
 
 @pytest.mark.parametrize("variant", EXPORTED)
-def test_an_export_is_read_by_transformers_and_by_the_import(variant, command, tokenizer, tmp_path):
+def test_an_export_can_be_loaded_by_transformers_and_imported_again(
+    variant, command, tokenizer, tmp_path
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
@@ -122,9 +124,7 @@ def test_fine_tuning_programs_can_append_eos_and_pad(command, drawn_run):
 
 
 @pytest.mark.parametrize("variant", NONE)
-def test_a_model_without_a_class_is_refused_with_the_nearest_preset(
-    variant, command, tokenizer, tmp_path
-):
+def test_a_model_without_a_transformers_class_is_refused(variant, command, tokenizer, tmp_path):
     saved(tmp_path / "run", tree_of(*variant.split()), tokenizer)
     result = command("tools/export_hf.py", "--run", "run", "--out", "there")
     assert result.code == 2 and result.err.count("\n") == result.err.count("fix: ") == 1
@@ -155,7 +155,7 @@ def measured(column: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_programs_that_misread_an_export_in_measurements_are_named(preset):
+def test_warnings_name_the_programs_that_measurably_misread_an_export(preset):
     variant, *overrides = PRESETS[preset].removeprefix("attention=").split()
     config = to_hf_config(tree_of(variant, *overrides, "model.depth=4"))
     named = " ".join(describe_misreadings(config, ["tokenizer.json"]))
@@ -170,7 +170,7 @@ def test_programs_that_misread_an_export_in_measurements_are_named(preset):
     assert ("llama.cpp puts a space" in named) == (config["model_type"] == "qwen3")
 
 
-def test_an_export_warns_of_programs_that_misread_it(command, tokenizer):
+def test_an_export_warns_about_programs_that_misread_it(command, tokenizer):
     for variant, words in (
         ("llama", []),
         ("sliding_window", ["llama.cpp", "its windows", "space"]),
@@ -182,7 +182,7 @@ def test_an_export_warns_of_programs_that_misread_it(command, tokenizer):
         assert all(word in lines[0] and "docs/formats.md" in lines[0] for word in words)
 
 
-def test_an_option_without_a_class_is_refused_unless_it_is_off():
+def test_an_option_that_no_class_supports_is_refused_unless_it_is_off():
     gqa = tree_of("gqa")
     for off in (False, None):
         gqa["attention"]["v_norm"] = off
@@ -192,7 +192,7 @@ def test_an_option_without_a_class_is_refused_unless_it_is_off():
         choose_architecture(gqa, [gqa["attention"]])
 
 
-def test_the_folder_and_the_dtype_of_an_export(command, trained):
+def test_an_export_checks_its_folder_and_uses_the_requested_dtype(command, trained):
     words = ("tools/export_hf.py", "--run", str(trained), "--out")
     Path("file").write_text("", encoding="utf-8")
     for where in (str(trained), "file", "file/there"):

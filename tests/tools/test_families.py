@@ -67,7 +67,7 @@ def assert_same(folder: Path, ours: torch.nn.Module, tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_logits_ids_and_text_equal_transformers(family, published, command):
+def test_logits_ids_and_text_match_transformers(family, published, command):
     folder, run = published(family)
     place = checkpoint.find_model(run)
     ours = load_model(place, "cpu")
@@ -99,7 +99,7 @@ def test_logits_ids_and_text_equal_transformers(family, published, command):
         *[pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if "Qwen" not in name],
     ],
 )
-def test_transformers_reads_a_trained_and_exported_family(family, published, command, story):
+def test_transformers_can_load_a_trained_and_exported_model(family, published, command, story):
     _, run = published(family)
     words = [word for word in TINY if not word.startswith(("model=", "batch_tokens", "context"))]
     words += [
@@ -124,7 +124,9 @@ def test_transformers_reads_a_trained_and_exported_family(family, published, com
 
 
 @pytest.mark.parametrize("family", ["SmolLM2-135M", "Llama-3.2-1B", "SmolLM3-3B"])
-def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, story):
+def test_documents_are_encoded_as_plain_text_between_bos_and_eos(
+    family, published, tmp_path, story
+):
     path = checkpoint.find_model(published(family)[1]) / "tokenizer.json"
     tokenizer = Tokenizer.load(path)
     token = tokenizer.processor.id_to_token(tokenizer.eos)
@@ -143,7 +145,9 @@ def test_documents_are_text_between_bos_and_eos(family, published, tmp_path, sto
     assert held_out[0] == tokenizer.bos and tokenizer.nbytes(held_out) > 0
 
 
-def test_an_eos_that_is_not_marked_as_special_is_not_encoded_in_a_document(published, tmp_path):
+def test_eos_text_in_a_document_is_plain_text_even_if_eos_is_not_marked_as_special(
+    published, tmp_path
+):
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(published("SmolLM2-135M")[0], tmp_path / "model")
@@ -166,7 +170,7 @@ TEMPLATE = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
-def test_chat_template_padding_and_sampling_round_trip(
+def test_chat_template_padding_and_sampling_settings_round_trip(
     kind, place, published, command, story, tokenizer, tmp_path
 ):
     """From a folder saved by transformers, through training, to an exported folder."""
@@ -217,7 +221,7 @@ IDS = ("bos_token_id", "eos_token_id")
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 2], "top_p": 0.9}])
-def test_ids_and_all_chat_templates_round_trip(
+def test_special_token_ids_and_all_chat_templates_round_trip(
     kind, generation, published, command, tokenizer, tmp_path
 ):
     """Also ids that contradict each other, and templates in any file."""
@@ -261,7 +265,7 @@ def test_ids_and_all_chat_templates_round_trip(
     assert f"note: config.json has bos_token_id {came['bos_token_id']}, " in note
 
 
-def test_a_chat_template_with_a_path_is_not_written(published, tmp_path):
+def test_a_chat_template_whose_name_is_a_path_is_refused(published, tmp_path):
     tokenizer = Tokenizer.load(checkpoint.find_model(published("SmolLM3-3B")[1]) / "tokenizer.json")
     templates = json.dumps({"../../evil": "text"}).encode()
     tokenizer.files = tokenizer.files | {"additional_chat_templates.json": templates}

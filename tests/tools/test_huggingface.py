@@ -29,7 +29,7 @@ LLAMA3 = {
         (YARN, "YaRN", {"factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64}),
     ],
 )
-def test_older_configs_are_read(scaling, kind, knobs):
+def test_configs_of_transformers_4_can_be_read(scaling, kind, knobs):
     """transformers 4 wrote rope_theta and rope_scaling, and omitted defaults or wrote null."""
     from transformers import AutoConfig
 
@@ -45,7 +45,7 @@ def test_older_configs_are_read(scaling, kind, knobs):
     assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, knobs["factor"])
 
 
-def test_the_original_context_at_the_top_level_takes_precedence():
+def test_a_top_level_original_context_takes_precedence():
     from transformers import AutoConfig
 
     config = to_hf_config(tree_of("llama")) | {"original_max_position_embeddings": 16}
@@ -58,7 +58,7 @@ def test_the_original_context_at_the_top_level_takes_precedence():
 
 
 @pytest.mark.parametrize("variant", BACK)
-def test_a_written_config_is_read_unchanged(variant):
+def test_an_exported_config_is_read_back_unchanged(variant):
     """A written config builds equal modules, also with null for a size."""
     tree = tree_of(*variant.split(), "model.depth=3")
     _, again = from_hf_config(to_hf_config(tree))
@@ -74,7 +74,7 @@ def test_a_written_config_is_read_unchanged(variant):
 @pytest.mark.parametrize(
     "variant", ["gqa", "l2norm", "differential attention.qk_norm=null", "mla", "kda"]
 )
-def test_norms_are_computed_with_their_epsilon(variant):
+def test_the_configured_epsilon_applies_to_every_norm(variant):
     """rms_norm_eps in a folder of transformers applies to every norm, also without weights."""
     import transformers
 
@@ -91,7 +91,7 @@ def test_norms_are_computed_with_their_epsilon(variant):
 
 
 @pytest.mark.parametrize("variant", ["mla", "mla attention.query_rank=24 attention.bias=true"])
-def test_latent_attention_needs_no_entry_that_other_programs_ignore(variant):
+def test_exported_latent_attention_does_not_depend_on_rope_interleave(variant):
     """mlx-lm, vLLM and llama.cpp rotate neighbouring rows and ignore rope_interleave."""
     import transformers
 
@@ -106,14 +106,14 @@ def test_latent_attention_needs_no_entry_that_other_programs_ignore(variant):
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
-def test_a_scaling_that_transformers_lacks_is_refused():
+def test_a_rope_scaling_that_transformers_lacks_is_refused():
     """It would be exported without any scaling."""
     tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling,factor:4}")
     with pytest.raises(ValueError, match=r"this scaling \({'_target_': 'model.rope.Scaling'"):
         to_hf_config(tree)
 
 
-def test_layer_types_of_a_mistral_must_match_its_window():
+def test_mistral_layer_types_must_match_the_window():
     config = to_hf_config(tree_of("sliding_window", "attention.qk_norm=null"))
     assert from_hf_config(config)[1]["attention"]["window"] == 5
     # transformers would ignore layer_types.

@@ -59,7 +59,7 @@ def imported(command, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @stories
-def test_a_published_model_generates_its_reference_story_and_is_trained_further(command):
+def test_an_imported_model_generates_its_reference_story_and_can_be_trained_further(command):
     told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     imported(command, STORIES)
     words = ("", "--run", "new", "--temperature", "0", "--max-new-tokens", "199")
@@ -92,7 +92,7 @@ def test_a_published_model_generates_its_reference_story_and_is_trained_further(
     assert [step for step, _ in losses] == [0, 6, 12] and losses[2][1] < losses[0][1] < 2
 
 
-def test_a_run_adopts_the_model_that_it_starts_from(command, exported, story):
+def test_init_from_copies_the_model_of_a_run(command, exported, story):
     old = exported / "run"
     words = (
         *TINY[1:],
@@ -155,7 +155,7 @@ def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
-def test_an_imported_and_trained_model_is_exported_as_transformers_saves_it(
+def test_an_imported_and_trained_model_can_be_exported_to_transformers(
     name, command, exported, story, tokenizer
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -194,7 +194,7 @@ def test_a_tensor_that_the_class_lacks_is_refused(command, exported, tokenizer):
     assert result.code == 3 and f"the weights do not match the config (model: {name})" in result.err
 
 
-def test_no_other_command_reads_a_foreign_folder(command, there, story):
+def test_other_commands_refuse_a_hugging_face_folder(command, there, story):
     text = ("data=text", f"data.path={story}", "steps=1")
     call = f"python -m tools.import_hf {there} --out models/there; then "
     for foreign in (there, there / WEIGHTS):
@@ -217,7 +217,7 @@ def test_no_other_command_reads_a_foreign_folder(command, there, story):
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_shards_half_precision_and_old_files_are_read(command, there, has_index):
+def test_shards_bf16_weights_and_old_files_are_imported(command, there, has_index):
     weights = {name: weight.bfloat16() for name, weight in load_file(there / WEIGHTS).items()}
     (there / WEIGHTS).unlink()
     # Old folders contain RoPE frequencies.
@@ -231,7 +231,7 @@ def test_shards_half_precision_and_old_files_are_read(command, there, has_index)
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_a_second_copy_and_an_adapter_are_not_read(command, there, is_sharded):
+def test_weight_files_that_transformers_does_not_read_are_ignored(command, there, is_sharded):
     """Only the files that transformers reads are read, in realistic folders."""
     from transformers import AutoModelForCausalLM
 
@@ -247,7 +247,7 @@ def test_a_second_copy_and_an_adapter_are_not_read(command, there, is_sharded):
     assert torch.equal(ours["norm.weight"], theirs.model.norm.weight)
 
 
-def test_a_tied_head_may_be_stored_as_a_copy_of_the_embedding(command, there):
+def test_a_tied_head_can_be_stored_as_a_copy_of_the_embedding(command, there):
     weights = load_file(there / WEIGHTS)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, there / WEIGHTS)
@@ -342,7 +342,7 @@ def no_tokenizer(there: Path) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_sentencepiece_model_gets_bos_and_eos_from_its_configs(
+def test_a_sentencepiece_model_takes_bos_and_eos_from_its_configs(
     adds_bos, command, there, tokenizer
 ):
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -442,7 +442,7 @@ def test_an_unsupported_model_is_refused_in_one_line(damage, command, there):
     assert not result.out and not Path("new").exists()
 
 
-def test_files_are_utf8_in_any_locale(there):
+def test_files_are_read_as_utf8_in_any_locale(there):
     file = there / "tokenizer_config.json"
     content = json.loads(file.read_text(encoding="utf-8")) | {"note": "é"}
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -26,7 +26,7 @@ def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
     return rungs
 
 
-def test_the_slope_fits_a_line_to_the_differences():
+def test_the_trend_is_the_slope_of_a_line_fitted_to_the_differences():
     rungs = simulate(np.random.default_rng(0), (6, 6, 4, 2), [0.01] * 4)
     trend = judge_trends(rungs, "base")["b"]
     logs = [math.log10(flops) for flops in DIMS.values()]
@@ -35,7 +35,7 @@ def test_the_slope_fits_a_line_to_the_differences():
     assert trend.low < trend.slope < trend.high
 
 
-def test_the_trend_of_one_variant_at_two_sizes_is_a_test_of_interaction():
+def test_one_variant_at_two_sizes_gives_the_interval_of_an_interaction_test():
     """With equal numbers of seeds: the t-test of the change of (a - base) between the sizes."""
     draw = np.random.default_rng(1)
     rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="a")[:2]
@@ -61,21 +61,21 @@ def test_the_trend_of_one_variant_at_two_sizes_is_a_test_of_interaction():
         (lambda flops: 0.1, CANNOT_TELL),
     ],
 )
-def test_a_trend_is_named(lead, text):
+def test_trends_are_described_as_growing_or_shrinking(lead, text):
     rungs = simulate(np.random.default_rng(2), (6, 6, 4, 2), [0.003] * 4, lead)
     trends = judge_trends(rungs, "base")
     assert trends["a"].text == text
     assert [trends[name].text for name in "bcd"] == [CANNOT_TELL] * 3
 
 
-def test_without_a_spread_there_is_no_trend():
+def test_one_seed_per_size_gives_no_trend():
     rungs = simulate(np.random.default_rng(3), (1, 1, 1, 1), [0.01] * 4)
     trends = judge_trends(rungs, "base")
     assert {trend.text for trend in trends.values()} == {CANNOT_TELL}
     assert all(math.isnan(trend.low) for trend in trends.values())
 
 
-def test_the_power_law_and_the_compute_of_a_difference():
+def test_the_compute_factor_inverts_the_fitted_power_law():
     samples = {dim: {"a": [3.0 * flops**-0.07] * 2} for dim, flops in DIMS.items()}
     law = fit_power_law([Rung(dim, DIMS[dim], each) for dim, each in samples.items()], "a")
     assert (law.scale, law.exponent) == pytest.approx((3.0, 0.07))
@@ -85,7 +85,7 @@ def test_the_power_law_and_the_compute_of_a_difference():
     assert factor > 1 and compute_factor(0.05, law.loss(flops), law) < 1
 
 
-def test_a_report_of_several_sizes_begins_with_the_trend(tmp_path):
+def test_a_report_on_several_sizes_describes_the_trend(tmp_path):
     runs = []
     for dim, lead in ((64, 0.01), (96, 0.05)):
         for name in ("gqa", "kda"):
@@ -108,7 +108,7 @@ def test_a_report_of_several_sizes_begins_with_the_trend(tmp_path):
 @pytest.mark.parametrize(
     "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
 )
-def test_chance_alone_rarely_makes_a_trend(spreads):
+def test_equal_variants_rarely_show_a_trend(spreads):
     """Of 500 tables of equal variants, at most 5 % have a trend, within the sampling error."""
     draw = np.random.default_rng(4)
     false = 0

@@ -29,7 +29,7 @@ def run_of(tmp_path, monkeypatch, story):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn", "mla"])
-def test_losses_equal_a_plain_loop(run_of, variant):
+def test_losses_match_a_plain_loop(run_of, variant):
     run = run_of(f"attention={variant}")
     measured = measure_lengths(run)
     assert measured.keys() == {"1", "2", "4"}
@@ -46,13 +46,13 @@ def test_losses_equal_a_plain_loop(run_of, variant):
         assert measured[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
 
 
-def test_too_little_text_is_reported_as_the_reason(run_of, monkeypatch):
+def test_too_little_text_is_reported(run_of, monkeypatch):
     monkeypatch.setattr(lengths, "LONGEST", 4000)
     with pytest.raises(ValueError, match=r"held-out tokens \(a window has 32001\)"):
         measure_lengths(run_of("attention=gqa"))
 
 
-def test_the_command_prints_lengths(command, run_of):
+def test_the_evaluate_command_prints_losses_by_length(command, run_of):
     run = run_of("attention=gqa")
     result = command("tools/evaluate.py", "--run", str(run), "--lengths").succeeded()
     assert json.loads(result.out) == measure_lengths(run)

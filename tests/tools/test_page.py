@@ -76,7 +76,7 @@ each = pytest.mark.parametrize("name", CASES)
 
 @everywhere
 @each
-def test_words_are_not_cut_and_only_tables_scroll_sideways(seen, name, width):
+def test_words_are_not_cut_and_only_tables_scroll_horizontally(seen, name, width):
     view = seen[f"{name} {width}"]
     assert (view["width"], view["height"]) == (width, HEIGHT)
     assert view["damaged"] == []
@@ -97,13 +97,13 @@ def test_the_answer_and_the_figure_are_on_the_first_screen(seen, name, width):
 
 @everywhere
 @each
-def test_only_the_answer_the_figure_and_the_table_are_unfolded(seen, name, width):
+def test_all_details_are_collapsed_at_first(seen, name, width):
     view = seen[f"{name} {width}"]
     assert view["openDetails"] == 0 and view["numDetails"] >= 4
 
 
 @pytest.mark.parametrize("name", ["five", "thirty", "task"])
-def test_a_click_on_a_title_sorts_by_its_column(seen, name):
+def test_clicking_a_column_title_sorts_by_that_column(seen, name):
     columns = seen[f"{name} {DESKTOP}"]["sorted"]
     assert len(columns) == 6
     for column in columns:

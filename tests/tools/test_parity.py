@@ -87,12 +87,12 @@ def compare(variant: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("variant", CLASSES)
-def test_logits_equal_transformers(variant):
+def test_logits_match_transformers(variant):
     assert max(compare(variant)) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["gqa", "sliding_window", "mla"])
-def test_attention_maps_equal_transformers(variant):
+def test_attention_maps_match_transformers(variant):
     ours, theirs = both_of(variant)
     tokens = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -126,7 +126,7 @@ def compare_softcap() -> float:
         return (ours(x, ctx, None, {})[0] - y).abs().max().item()
 
 
-def test_a_softcap_equals_gemma():
+def test_softcap_attention_matches_gemma_2():
     assert compare_softcap() < 1e-4
 
 

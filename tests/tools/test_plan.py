@@ -59,7 +59,7 @@ def test_jobs_compose_to_the_requested_settings(plan_jobs):
         (["attention=conv", "optimizer.lr=0.01,0.1"], ["lr-0.01", "lr-0.1"]),
     ],
 )
-def test_a_name_includes_the_attention_of_its_settings(words, names):
+def test_variant_names_include_the_attention_if_its_settings_vary(words, names):
     assert list(name_variants(expand_sweep([*words, "model=tiny"]))) == names
 
 
@@ -74,7 +74,7 @@ def test_the_first_run_of_each_size_is_its_baseline(plan_jobs):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["params", "flops"])
-def test_every_preset_matches_the_size_of_the_baseline(kind, variant):
+def test_every_preset_can_be_matched_to_the_baseline_size(kind, variant):
     for name in ("tiny", "350m"):
         words = (f"model={name}", "model.depth=6")  # the length of the longest pattern
         target = plan.SIZES[kind](plan.build_model(settings_of(*words).model, "meta"))
@@ -87,7 +87,7 @@ def test_every_preset_matches_the_size_of_the_baseline(kind, variant):
         assert abs(size / target - 1) <= 0.01, name
 
 
-def test_matching_sizes_changes_only_the_feed_forward(plan_jobs):
+def test_matching_sizes_changes_only_the_feed_forward_width(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
     one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
     swept = ("name", "run_dir", "model.attention.kv_heads")
@@ -108,7 +108,7 @@ BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # each variant's best factor of th
 
 
 @pytest.mark.parametrize("diverges_from", [math.inf, 4.0])
-def test_the_search_finds_the_rates_of_each_variant(monkeypatch, diverges_from):
+def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_from):
     """Losses are a parabola in the logarithm of the rate, and diverge above some factor."""
     rates = []
 
@@ -151,6 +151,6 @@ def test_no_variant_is_trained_after_a_failed_search(monkeypatch):
     assert counts == [len(jobs)] == [5]
 
 
-def test_the_seed_of_the_search_is_refused_for_runs():
+def test_the_search_seed_is_refused_for_runs():
     with pytest.raises(ValueError, match="fix: seed=0"):
         plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)

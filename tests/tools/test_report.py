@@ -87,7 +87,7 @@ def test_the_number_of_seeds_that_solve_a_task_is_reported(whole):
     assert "retention 0 of 3 (no better than guessing)." in summary
 
 
-def test_each_size_has_a_baseline_of_its_own(write):
+def test_each_size_has_a_separate_baseline(write):
     runs = [
         text_run(
             variant,
@@ -110,7 +110,7 @@ def test_each_size_has_a_baseline_of_its_own(write):
         assert f"gqa-dim-{dim} has the lowest loss so far, which may be chance." in summary
 
 
-def test_the_report_has_the_results_of_the_search(write):
+def test_the_report_shows_the_results_of_the_search(write):
     inf = float("inf")
     runs = [run for run in RUNS if run.task == "text"]
     found = {
@@ -137,7 +137,7 @@ def test_the_report_has_the_results_of_the_search(write):
     assert summary.startswith("No answer yet: no run of gqa, the baseline, has finished.")
 
 
-def test_diverged_seeds_are_counted(write):
+def test_diverged_seeds_are_reported(write):
     runs = [run for run in RUNS if not (run.settings["name"] == "mqa" and run.seed == 0)]
     for run in RUNS:
         if run not in runs:
@@ -149,7 +149,7 @@ def test_diverged_seeds_are_counted(write):
     assert table(page, 4)["mqa"]["seeds that solve it"] == "2 of 3" and "mqa 2 of 3" in summary
 
 
-def test_a_baseline_without_a_run_is_not_replaced(write):
+def test_a_baseline_without_a_finished_run_is_not_replaced(write):
     runs = [replace(run, baseline="mha") for run in RUNS]
     page, summary = write(runs)
     assert summary.startswith("No answer yet: no run of mha, the baseline, has finished.")
@@ -159,7 +159,7 @@ def test_a_baseline_without_a_run_is_not_replaced(write):
     assert table(write(runs)[0], 0)["mqa"]["verdict"] == "baseline"
 
 
-def test_missing_runs_and_measures_have_no_value(write):
+def test_missing_runs_and_measures_are_reported(write):
     old = [text_run("gqa", 0, 1.0), text_run("gqa", 1, 1.1)]
     del old[0].lines[-1]["slices"]
     page = write(old, failed="exit 4: training diverged")[0]
@@ -238,7 +238,7 @@ def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     assert "Worse: retention." in answer and "A reliable answer" not in answer
 
 
-def test_without_tuned_rates_the_answer_is_a_hint(write):
+def test_the_answer_is_only_a_hint_without_tuned_rates(write):
     answer = answer_of(write, trained_enough({"gqa": 1.0, "mqa": 0.98}))
     assert answer.startswith("Only a hint: mqa's loss is lower than gqa's by 0.020 bits per byte")
     assert f"A reliable answer needs {UNTUNED}. mqa needs" in answer
@@ -247,7 +247,7 @@ def test_without_tuned_rates_the_answer_is_a_hint(write):
     assert "answer needs learning rates tuned for mqa (--tune)." in answer_of(write, some)
 
 
-def test_no_variant_is_better_for_certain(write):
+def test_the_answer_reports_that_no_variant_is_better_for_certain(write):
     losses = {"gqa": 1.0, "mqa": 1.002, "mha": 1.0001, "retention": 1.2}
     answer = answer_of(write, tuned(trained_enough(losses)))
     assert answer == (
@@ -263,7 +263,7 @@ def test_no_variant_is_better_for_certain(write):
     )
 
 
-def test_a_small_gain_is_not_rounded_to_nothing(write):
+def test_a_small_gain_is_not_rounded_to_zero(write):
     runs = tuned(trained_enough({"gqa": 1.0, "mqa": 1.0 - 0.0024}))
     # 2.776 is the 97.5 % point of Student's t with 4 degrees of freedom.
     half = 2.776 * 0.001 * (2 / 3) ** 0.5
@@ -271,7 +271,7 @@ def test_a_small_gain_is_not_rounded_to_nothing(write):
     assert f"by 0.0024 bits per byte (95 % interval {0.0024 - half:.4f} to" in answer
 
 
-def test_variants_with_untuned_rates_or_lost_runs_are_not_judged(write):
+def test_variants_with_a_best_rate_at_the_edge_or_diverged_runs_are_not_judged(write):
     runs = trained_enough({"gqa": 1.0, "mqa": 0.98})
     edge = {1.0: 1.0, 2.0: 0.9}
     inside = {0.5: 1.1, 1.0: 1.0, 2.0: 1.1}
@@ -295,7 +295,7 @@ def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
     return runs
 
 
-def test_the_answer_of_a_task_counts_seeds_and_reports_if_they_suffice(write):
+def test_the_answer_for_a_task_counts_seeds_and_reports_if_they_suffice(write):
     # Fisher's exact test of 4 of 4 against 0 of 4: 2 / 70, less than 5 %.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
     assert answer.startswith(
@@ -332,7 +332,7 @@ def test_the_answer_of_a_task_counts_seeds_and_reports_if_they_suffice(write):
     assert answer.startswith("No variant solves recall: no seed reaches 90 % accuracy.")
 
 
-def test_a_smaller_cache_that_solves_a_task_as_well_is_named(write):
+def test_the_answer_names_a_smaller_cache_that_solves_a_task_equally_well(write):
     runs = tuned(recalled({"gqa": 3, "mqa": 3, "retention": 0}, 3))
     answer = answer_of(write, runs)
     assert answer.startswith(
@@ -355,7 +355,7 @@ def test_a_text_that_is_too_short_is_reported(write):
 
 
 @pytest.mark.parametrize("device", ["cpu x86_64", "cuda x86_64 NVIDIA H200"])
-def test_speeds_are_not_compared_if_seeds_of_one_variant_differ(write, device):
+def test_speeds_are_not_compared_if_seeds_of_the_same_variant_differ(write, device):
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
     for run in runs:
         run.other_load = 0.1
@@ -426,7 +426,7 @@ def test_the_first_line_reports_a_variant_with_fewer_tokens(write):
     assert f"answer needs the same number of tokens for all runs; {UNTUNED}." in first
 
 
-def test_the_settings_of_a_variant_are_its_differences_from_the_baseline():
+def test_settings_are_listed_as_differences_from_the_baseline():
     gqa = text_run("gqa", 0, 1.0)
     assert changes(text_run("gqa", 1, 1.0), gqa) == ""
     assert changes(text_run("mha", 0, 1.0, "model.hidden=100"), gqa) == "hidden=100, kv_heads=4"
@@ -436,7 +436,7 @@ def test_the_settings_of_a_variant_are_its_differences_from_the_baseline():
 
 
 @pytest.mark.parametrize("count", [2, 5, 30])
-def test_the_rows_of_a_plot_are_labelled(count):
+def test_plot_rows_are_labelled_without_overlap(count):
     draw = np.random.default_rng(0)
     rows = [ForestRow(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
     figure = draw_forest(rows, "loss", {"equal": 0.0, "margin": 0.01})
@@ -453,7 +453,7 @@ def test_the_rows_of_a_plot_are_labelled(count):
     assert bottom - (count - 1) >= 0.4 and 0 - top >= 0.4
 
 
-def test_outlying_rows_do_not_stretch_the_axis_of_a_plot():
+def test_outliers_do_not_stretch_the_plot_axis():
     near = [ForestRow(f"v{n}", [0.01 * n, 0.01 * n + 0.01], None) for n in range(5)]
     far = ForestRow("far", [5.0, 5.25, 0.02], (4.0, 6.0))
     figure = draw_forest([*near, far], "loss", {"equal": 0.0})
@@ -471,7 +471,7 @@ def test_outlying_rows_do_not_stretch_the_axis_of_a_plot():
     assert axes.texts[-1].get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_a_plot_has_room_for_long_names():
+def test_long_names_fit_into_a_plot():
     long = "gqa hidden=100 rope_fraction=0.5 gated=True and 2 more"
     runs = [replace(run, settings=run.settings | {"name": long}) for run in RUNS[:3]]
     # With and without a clipped row.
@@ -491,7 +491,7 @@ def test_a_plot_has_room_for_long_names():
         assert axes.bbox.width > figure.bbox.width / 3
 
 
-def test_the_axis_of_a_plot_shows_which_direction_is_better():
+def test_the_plot_axis_shows_which_direction_is_better():
     losses = report.compare_losses(sort_runs(RUNS[:9]), 0.01).figure
     accuracies = report.compare_accuracies(sort_runs(RUNS[9:])).figure
     # The directions are also above the line of the baseline.

@@ -22,7 +22,7 @@ def interval(verdict) -> tuple[float, float]:
     return verdict.low, verdict.high
 
 
-def test_dunnett_1955():
+def test_intervals_match_the_example_of_dunnett_1955():
     """The example of Dunnett's paper, blood counts under two drugs, with the allowances of his table."""
     control = [7.40, 8.50, 7.20, 8.24, 9.84, 8.32]
     drugs = {"a": [9.76, 8.80, 7.68, 9.36], "b": [12.80, 9.68, 12.16, 9.20, 10.55]}
@@ -38,7 +38,7 @@ def test_dunnett_1955():
     assert [verdict.text for verdict in verdicts.values()] == ["cannot tell", "worse"]
 
 
-def test_many_variants_have_the_intervals_of_scipy():
+def test_intervals_for_many_variants_match_scipy():
     baseline, *variants = np.random.default_rng(0).normal(0, 1, (9, 4))
     test = stats.dunnett(*variants, control=baseline, rng=np.random.default_rng(0))
     verdicts = judge(baseline, dict(enumerate(variants)), 0.01).values()
@@ -49,7 +49,7 @@ def test_many_variants_have_the_intervals_of_scipy():
 
 @pytest.mark.parametrize("level", [0.05, 0.01])
 @pytest.mark.parametrize("sizes", [(2, 3), (8, 8), (5, 2)])
-def test_one_variant_has_the_interval_of_a_t_test(sizes, level):
+def test_the_interval_for_one_variant_matches_a_t_test(sizes, level):
     draw = np.random.default_rng(sum(sizes))
     for scale in (1e-3, 1.0):
         baseline, other = (draw.normal(1, scale, size) for size in sizes)
@@ -60,7 +60,7 @@ def test_one_variant_has_the_interval_of_a_t_test(sizes, level):
         assert interval(verdict) == pytest.approx(tuple(expected))
 
 
-def test_different_spreads_use_separate_intervals():
+def test_unequal_variances_use_welch_intervals():
     """Welch's formula by hand, with Bonferroni's correction for two variants."""
     draw = np.random.default_rng(0)
     baseline = draw.normal(0, 1, 6)
@@ -88,7 +88,7 @@ def test_different_spreads_use_separate_intervals():
         (NAN, NAN, "cannot tell"),
     ],
 )
-def test_verdicts_at_the_margins(low, high, text):
+def test_verdicts_depend_on_zero_and_the_margin(low, high, text):
     assert text_of(low, high, margin=0.5) == text
 
 
@@ -105,7 +105,7 @@ def test_verdicts_at_the_margins(low, high, text):
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_without_a_spread_there_is_no_verdict(baseline, other, reason):
+def test_a_comparison_without_a_spread_gets_no_verdict(baseline, other, reason):
     """Another variant keeps the verdict that it has alone."""
     variants = {"x": other, "rest": [1.0, 1.15, 1.3]}
     verdicts = judge(baseline, variants, 0.01)
@@ -114,12 +114,12 @@ def test_without_a_spread_there_is_no_verdict(baseline, other, reason):
     assert verdicts["rest"] == judge(baseline, {"rest": variants["rest"]}, 0.01)["rest"]
 
 
-def test_without_variants_there_are_no_verdicts():
+def test_judging_no_variants_gives_no_verdicts():
     assert judge(SPREAD, {}, 0.01) == {}
 
 
 @pytest.mark.parametrize("scales", [(1, 1), (1, 10, 10)])
-def test_a_detectable_difference_is_found_in_four_of_five(scales):
+def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
     """Shifting a variant by the difference shifts its interval equally."""
     draw = np.random.default_rng(0)
     num_found = 0
@@ -143,11 +143,11 @@ def test_a_detectable_difference_is_found_in_four_of_five(scales):
         ((4, 4, 4, 4), 1, False),
     ],
 )
-def test_seeds_that_solve_a_task_decide_only_beyond_chance(counts, num_variants, is_more):
+def test_a_variant_solves_a_task_more_often_only_beyond_chance(counts, num_variants, is_more):
     assert solves_more_often(*counts, num_variants) == is_more
 
 
-def test_the_seeds_to_decide_grow_with_the_variants():
+def test_the_number_of_seeds_needed_grows_with_the_number_of_variants():
     assert [seeds_to_decide(number) for number in (1, 2, 6, 7, 29)] == [4, 5, 5, 6, 7]
     for number in range(1, 30):
         seeds = seeds_to_decide(number)

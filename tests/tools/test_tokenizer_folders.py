@@ -264,7 +264,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_ids_equal_those_of_transformers(kind, changed):
+def test_ids_match_transformers(kind, changed):
     from transformers import AutoTokenizer
 
     folder = changed(*EQUAL[kind])
@@ -283,7 +283,7 @@ def test_a_folder_that_transformers_reads_differently_is_refused(kind, changed):
     assert fix in str(refused.value).partition("fix: ")[2] and "\n" not in str(refused.value)
 
 
-def test_a_refused_folder_is_read_after_saving_it_again(changed):
+def test_a_refused_folder_is_accepted_after_transformers_saves_it_again(changed):
     from transformers import AutoTokenizer
 
     folder = changed(SMOL, config(extra_special_tokens=["<extra>"], pad_token="<pad>"))
@@ -294,7 +294,9 @@ def test_a_refused_folder_is_read_after_saving_it_again(changed):
 
 
 @pytest.mark.parametrize("kind", NOTED)
-def test_if_versions_differ_the_file_decides_and_a_note_reports_it(kind, changed, originals):
+def test_the_tokenizer_file_takes_precedence_with_a_note_if_versions_differ(
+    kind, changed, originals
+):
     from transformers import AutoTokenizer
 
     name, change, notes = NOTED[kind]

@@ -30,7 +30,7 @@ def searched(loss) -> dict[float, float]:
 
 
 @pytest.mark.parametrize("optimum", [0.03, 0.2, 0.7, 1.0, 1.3, 2.5, 7.0, 20.0])
-def test_the_optimum_of_a_parabola_is_exact(optimum):
+def test_the_optimum_of_a_parabola_is_found_exactly(optimum):
     losses = searched(lambda factor: parabola(optimum, factors=[factor])[factor])
     assert find_optimum(losses) == pytest.approx(Optimum(optimum, 0.01, True))
 
@@ -57,7 +57,7 @@ def test_a_diverged_rate_ends_the_range_and_is_excluded_from_the_fit():
     assert (factor, is_inside) == (1.0, True) and math.isnan(sensitivity)
 
 
-def test_far_rates_do_not_move_the_optimum():
+def test_distant_rates_do_not_move_the_optimum():
     near = parabola(2.0, factors=[0.5, 1.0, 2.0, 4.0, 8.0])
     assert find_optimum(near | {0.125: 50.0, 64.0: 90.0}) == pytest.approx(find_optimum(near))
 
@@ -71,7 +71,7 @@ def test_the_optimum_stays_next_to_the_best_factor():
 
 
 @pytest.mark.parametrize("edge, withheld", [("base", "ab"), ("a", "a"), ("none", "")])
-def test_a_best_rate_at_the_edge_gets_no_verdict(edge, withheld):
+def test_a_variant_whose_best_rate_is_at_the_edge_gets_no_verdict(edge, withheld):
     """Only its own verdict is withheld, or all verdicts if it is the baseline's."""
     rising = {factor: 1 + math.log2(factor) for factor in FACTORS}
     losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
@@ -82,7 +82,7 @@ def test_a_best_rate_at_the_edge_gets_no_verdict(edge, withheld):
     assert {name: each.text for name, each in remaining.items()} == expected
 
 
-def test_losses_are_means_over_seeds_and_infinite_if_one_diverged():
+def test_losses_are_means_over_seeds_and_infinite_if_a_seed_diverged():
     def run(factor: float, loss: float | None = None) -> SimpleNamespace:
         last = {"val_loss": loss}
         return SimpleNamespace(factor=factor, has_diverged=loss is None, last=last)
@@ -167,7 +167,7 @@ def test_at_most_one_table_in_twenty_has_an_error(options, allowed):
 
 
 @pytest.mark.long
-def test_an_effect_of_two_deviations_is_found_in_four_of_five_tables():
+def test_an_effect_of_two_standard_deviations_is_found_in_four_of_five_tables():
     false, missed, found, _ = simulate(1000, effect=2 * SD)
     print(f"found {found:.3f}, false {false:.3f}, missed {missed:.3f}")
     assert found >= 0.8

@@ -43,7 +43,9 @@ def simulate(
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "wsd schedule.cooldown=0"])
 @pytest.mark.parametrize("when", [0.2, 0.35, 0.5, 0.7, 0.9])
-def test_minutes_hold_on_a_machine_that_slows_by_half(run_of, monkeypatch, when, schedule):
+def test_max_minutes_holds_on_a_machine_that_slows_to_half_speed(
+    run_of, monkeypatch, when, schedule
+):
     words = f"schedule={schedule} max_minutes=10 steps=null max_epochs=null eval_tokens=512"
     run = run_of(*words.split())
     end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 + (share > when))
@@ -56,7 +58,7 @@ def test_minutes_hold_on_a_machine_that_slows_by_half(run_of, monkeypatch, when,
     assert (len(totals) > 1) == (when < 0.9) and totals == sorted(totals, reverse=True)
 
 
-def test_wsd_decays_later_on_a_machine_that_gets_faster(run_of, monkeypatch):
+def test_wsd_decays_later_on_a_machine_that_speeds_up(run_of, monkeypatch):
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     end, factors, totals = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0.2 else 2)
     assert 0.9 < end < 1 and len(totals) == 2
@@ -72,7 +74,7 @@ def test_a_fitted_number_of_steps_is_kept_if_the_speed_varies_little(run_of, mon
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_slow_steps_are_fitted_immediately(run_of, monkeypatch, capsys, is_compiled):
+def test_the_number_of_slow_steps_is_fitted_immediately(run_of, monkeypatch, capsys, is_compiled):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     run.budget.is_compiled = is_compiled
     # A step takes ten seconds; the first one takes 20 if it compiles.
@@ -82,7 +84,7 @@ def test_slow_steps_are_fitted_immediately(run_of, monkeypatch, capsys, is_compi
     assert f"warning: too few steps to learn from ({totals[0]})" in capsys.readouterr().err
 
 
-def test_a_run_ends_after_a_first_step_that_takes_all_of_the_time(run_of, monkeypatch, capsys):
+def test_a_run_ends_if_its_first_step_exceeds_max_minutes(run_of, monkeypatch, capsys):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     _, factors, totals = simulate(run, monkeypatch, 1, lambda share: 1400)  # 70 seconds
     assert len(factors) == 1 and totals == [1]
@@ -90,7 +92,7 @@ def test_a_run_ends_after_a_first_step_that_takes_all_of_the_time(run_of, monkey
 
 
 @pytest.mark.parametrize("bound", [40_000, None])
-def test_the_expected_end_is_shown(run_of, monkeypatch, bound):
+def test_the_expected_last_step_is_shown(run_of, monkeypatch, bound):
     """The end by the clock is shown, not the bound of max_epochs, which the run never reaches."""
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     if bound is not None:
@@ -111,7 +113,7 @@ def test_the_expected_end_is_shown(run_of, monkeypatch, bound):
     assert 7_000 < shown[-1] < 8_200 and shown[-1] == run.progress.total_steps == len(shown)
 
 
-def test_a_speed_that_always_changes_is_reported_a_few_times(run_of, monkeypatch, capsys):
+def test_a_constantly_changing_speed_is_reported_only_a_few_times(run_of, monkeypatch, capsys):
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     generator = random.Random(0)
     _, _, totals = simulate(
@@ -127,7 +129,7 @@ WSD = ("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
 
 
 @pytest.mark.parametrize("activity", ["sample", "save"])
-def test_saves_and_samples_count_towards_the_minutes(run_of, monkeypatch, activity):
+def test_saves_and_samples_count_towards_max_minutes(run_of, monkeypatch, activity):
     run = run_of(*WSD, f"{activity}_every=500")
     # Five seconds each, a fifth of the time between two pauses.
     pauses = [(activity, 500, 5.0, 5.0)]
@@ -135,7 +137,7 @@ def test_saves_and_samples_count_towards_the_minutes(run_of, monkeypatch, activi
     assert 0.9 < end < 1 and factors[-1] < 0.11
 
 
-def test_a_large_model_is_fitted_with_its_first_save(run_of, monkeypatch):
+def test_the_fit_includes_the_first_save_of_a_large_model(run_of, monkeypatch):
     """A checkpoint of 1.2 billion weights, written at 300 MB a second, every 1,000 steps."""
     run = run_of(*WSD, "save_every=1000", "schedule=cosine")
     run.budget.num_parameters = 1.2e9
@@ -144,7 +146,7 @@ def test_a_large_model_is_fitted_with_its_first_save(run_of, monkeypatch):
     assert 0.8 < end < 1 and max(totals) < 6500
 
 
-def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_the_minutes(run_of, monkeypatch):
+def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_max_minutes(run_of, monkeypatch):
     run = run_of(*WSD, "eval_every=100000")  # only at the end
     run.budget.is_compiled = True
     run.budget.ranks = DistEnv(0, 1, torch.device("cuda"))

@@ -69,7 +69,7 @@ def test_a_second_start_reads_the_compiled_loss_from_the_cache():
 @pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (2.5, 0.3)])
 @pytest.mark.parametrize("share", [None, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
-def test_loss_and_gradient_equal_those_of_all_logits(
+def test_loss_and_gradients_match_a_computation_from_all_logits(
     monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
 ):
     """With z-loss, a teacher and a soft-cap."""
@@ -101,7 +101,7 @@ def test_loss_and_gradient_equal_those_of_all_logits(
 
 
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_scores_have_the_nats_and_the_accuracy_of_each_target(monkeypatch, max_logits):
+def test_scores_contain_the_nats_and_accuracy_of_each_target(monkeypatch, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float64)
     logits = hidden @ weight.T
@@ -132,7 +132,7 @@ def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
 
 @pytest.mark.parametrize("variant", ["gqa", "dsa"])  # without and with an auxiliary loss
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_loss_of_answers_equals_that_of_all_positions(variant, is_compiled):
+def test_the_loss_at_answer_positions_matches_the_masked_loss(variant, is_compiled):
     """For rows with 2 and with 5 answers: padding of the former does not count."""
     model = drawn(tree_of(variant, "context=24", "model.depth=1"), torch.float64)
     module, *batches = questions(model)
@@ -152,7 +152,7 @@ def test_the_loss_of_answers_equals_that_of_all_positions(variant, is_compiled):
     close(found[1], found[0])
 
 
-def test_the_head_computes_only_the_logits_of_answers():
+def test_the_head_computes_logits_only_at_answer_positions():
     model = drawn(tree_of("gqa", "context=24"))
     module, *batches = questions(model)
     flops = []
@@ -164,7 +164,7 @@ def test_the_head_computes_only_the_logits_of_answers():
     assert flops[0] - flops[1] == per_token * 4 * (24 - 5)
 
 
-def test_a_step_averages_over_the_targets_of_its_batch(run_of):
+def test_a_step_averages_gradients_over_the_targets_of_its_batch(run_of):
     norms = []
     for num_targets in (100, 400):
         run = run_of("clip=null", "seed=0")
@@ -174,7 +174,7 @@ def test_a_step_averages_over_the_targets_of_its_batch(run_of):
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
 
 
-def test_products_use_the_padded_vocabulary(monkeypatch):
+def test_matrix_products_use_the_padded_vocabulary(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     with FlopCounterMode(display=False) as products:
         HeadLoss()(*example(torch.float64), None, LossOptions())
@@ -196,7 +196,7 @@ def test_without_gradients_the_loss_takes_a_third_of_the_flops(monkeypatch, max_
     assert flops[0] == 3 * flops[1] > 0
 
 
-def test_an_evaluation_waits_equally_often_for_any_number_of_batches(run_of):
+def test_evaluation_synchronizes_equally_often_for_any_number_of_batches(run_of):
     run = run_of()
     num_waits = []
     for batch_size in (1, 8):
@@ -217,7 +217,7 @@ def test_an_evaluation_waits_equally_often_for_any_number_of_batches(run_of):
     assert num_waits[0] == num_waits[1] <= 2
 
 
-def test_a_loss_of_huge_logits_stays_finite():
+def test_the_loss_of_huge_logits_is_finite():
     hidden, weight, targets = example(torch.float32)
     objective, _ = HeadLoss()(hidden * 1e4, weight, targets, None, LossOptions())
     assert objective.isfinite()
@@ -240,7 +240,7 @@ def test_z_loss_keeps_the_normalizer_near_one(run_of):
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gqa attention.dropout=0.5 optimizer=adamw"])
-def test_recomputed_blocks_learn_the_same_and_save_less_memory(run_of, variant):
+def test_activation_checkpointing_preserves_training_and_reduces_memory(run_of, variant):
     words = ("model.depth=4", "document_mask=true", "batch_tokens=128")
     overrides = (*f"attention={variant}".split(), *words)
     plain, lean = (
@@ -256,7 +256,7 @@ def test_recomputed_blocks_learn_the_same_and_save_less_memory(run_of, variant):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler itself
 @pytest.mark.parametrize("attention", ["gqa", "local_global"])
-def test_recomputed_blocks_are_compiled_separately(run_of, attention):
+def test_checkpointed_blocks_are_compiled_separately(run_of, attention):
     run, graphs = (
         run_of(f"attention={attention}", "model.depth=4", "activation_checkpointing=true"),
         [],
@@ -271,7 +271,7 @@ def test_recomputed_blocks_are_compiled_separately(run_of, attention):
 
 
 @pytest.mark.parametrize("attention", ["value_residual", "local_global"])
-def test_a_recomputed_model_in_one_graph_learns(run_of, attention):
+def test_a_model_with_activation_checkpointing_learns_as_one_graph(run_of, attention):
     overrides = (f"attention={attention}", "model.dim=64", "model.heads=4", "model.hidden=96")
     steps = ("steps=12", "batch_tokens=128", "schedule.warmup=2")
     run = run_of(*overrides, "z_loss=1e-4", "activation_checkpointing=true", *steps)
@@ -286,7 +286,7 @@ def test_a_recomputed_model_in_one_graph_learns(run_of, attention):
     ("overrides", "keys"),
     [("mha", 64.0), ("gqa", 64.0), ("sliding_window attention.window=16", 16.0)],
 )
-def test_flops_of_whole_attention_are_counted_like_nanogpt(overrides, keys):
+def test_whole_attention_flops_are_counted_as_in_nanogpt(overrides, keys):
     """6 N + 12 L H Q T of PaLM's appendix B (2204.02311); for a window, T is the window, as in nanochat."""
     tree = settings_of("model=tiny", "context=64", *f"attention={overrides}".split()).model
     model = build_model(tree | {"vocab_size": 100}, "meta")

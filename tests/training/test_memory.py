@@ -55,7 +55,7 @@ def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
     return choose_micro_batch(trainer, settings)
 
 
-def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
+def test_the_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
     cuda = DistEnv(0, 1, torch.device("cuda"))
     for batch in (512, 480, 509):  # many divisors, few divisors, a prime number
         sizes = []
@@ -71,7 +71,7 @@ def test_a_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
         assert gpu.measured == [1, 1, 2]
 
 
-def test_a_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
+def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
     gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=5 * GB)
     assert chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
     assert gpu.measured == [1, 1]
@@ -102,7 +102,7 @@ def test_all_ranks_use_the_micro_batch_of_the_rank_with_the_least_memory(monkeyp
 @pytest.mark.parametrize(
     "micro, batch, expected", [("null", 20, 5), ("null", 13, 1), ("null", 64, 8), ("3", 2, 2)]
 )
-def test_a_micro_batch_of_a_cpu_divides_the_batch(micro, batch, expected):
+def test_the_micro_batch_on_a_cpu_divides_the_batch(micro, batch, expected):
     words = (f"micro_batch={micro}", f"batch_tokens={batch * 256}")
     cpu = DistEnv(0, 1, torch.device("cpu"))
     settings_of(*words, "context=256").check_combinations(1)

@@ -86,13 +86,13 @@ def test_a_resumed_run_uses_the_new_learning_rate(run_of):
     assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]
 
 
-def test_an_optimizer_without_a_step_has_no_state(run_of):
+def test_an_optimizer_has_no_state_before_its_first_step(run_of):
     run = run_of(*OVERRIDES["adamw"])
     assert state_of(run) == {} and not run.trainer.optimizers[0].state
 
 
 @pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of one shape, two, one at a time
-def test_muon_steps_equal_torch(monkeypatch, max_batched):
+def test_muon_steps_match_torch(monkeypatch, max_batched):
     monkeypatch.setattr(optimizers, "MAX_BATCHED_PARAMS", max_batched)
     # torch's Muon computes in bf16 only.
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: torch.bfloat16)
@@ -119,7 +119,7 @@ def test_muon_steps_equal_torch(monkeypatch, max_batched):
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)]
 )
 @pytest.mark.parametrize("size", [1.0, 1e-8])  # size of the gradient: 1e-8 is 0 in fp16
-def test_newton_schulz_steps_equal_float64(monkeypatch, dtype, error, size):
+def test_newton_schulz_steps_match_float64(monkeypatch, dtype, error, size):
     """Compared with Jordan's polynomial of the singular values; 0.014 in bf16 for 9 seeds."""
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: dtype)
     x = size * torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
@@ -141,7 +141,7 @@ def stepped_by(kind, reference=None, words=(), **options):
 
 
 @pytest.mark.parametrize("kind", [adamw, muon])
-def test_only_matrices_in_the_blocks_decay(kind):
+def test_weight_decay_applies_only_to_matrices_in_blocks(kind):
     model, steppers = stepped_by(kind, weight_decay=0.5)
     for p in model.parameters():
         p.data.fill_(1.0)
@@ -159,7 +159,7 @@ def test_only_matrices_in_the_blocks_decay(kind):
 
 @pytest.mark.parametrize("kind", [adamw, muon])
 @pytest.mark.parametrize("tied", ["false", "true"])
-def test_each_role_has_its_own_rate(kind, tied):
+def test_each_parameter_role_has_its_own_learning_rate(kind, tied):
     reference = Reference(
         dim=64, batch_tokens=512, tokens=1e6, noise_scale=1e4, embedding=5.0, head=3.0, vectors=2.0
     )
@@ -181,7 +181,7 @@ def test_each_role_has_its_own_rate(kind, tied):
         close(p, torch.full_like(p, 1 - rate), rtol=0, atol=1e-6)
 
 
-def test_the_launches_of_a_step_do_not_depend_on_the_number_of_matrices():
+def test_kernel_launches_per_muon_step_do_not_depend_on_the_number_of_matrices():
     launches = []
     for num_matrices in (2, 6):
         with FakeTensorMode():

@@ -22,7 +22,7 @@ def reference_of(optimizer: str) -> Reference:
     return instantiate(settings_of(f"optimizer={optimizer}").optimizer["reference"], "training")
 
 
-def test_the_noise_scale_lowers_rates_by_its_formula():
+def test_the_run_factor_follows_the_noise_scale_formula():
     reference = Reference(
         dim=128,
         batch_tokens=1000,
@@ -62,14 +62,14 @@ def test_published_rates_are_predicted_within_a_factor_of_one_and_a_half(
     assert 1 / 1.5 < lr * factor / published < 1.5
 
 
-def test_a_reference_of_zero_is_refused():
+def test_a_reference_value_of_zero_is_refused():
     settings = settings_of("optimizer.reference.tokens=0.0")
     with pytest.raises(ValueError, match=r"reference.tokens must be above 0 .* fix: "):
         check_buildable(settings)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "gqa model.tied=true"])
-def test_every_parameter_has_one_role(variant):
+def test_every_parameter_has_exactly_one_role(variant):
     name, *words = variant.split()
     model = instantiate(tree_of(name, *words))
     roles = split_parameters(model)
@@ -83,7 +83,7 @@ def test_every_parameter_has_one_role(variant):
     assert {*taps} <= {*roles["vectors"]}
 
 
-def test_a_parameter_without_a_rule_is_refused_by_name():
+def test_the_error_names_a_parameter_without_a_role():
     settings = settings_of("model=tiny", "data.vocab_size=128")
     model = instantiate(settings.model)
     model.blocks[1].table = nn.Parameter(torch.zeros(2, 3, 4))
@@ -96,7 +96,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_outputs_move_equally_at_every_width(run_of, optimizer):
+def test_updates_change_outputs_equally_at_every_width(run_of, optimizer):
     """The coordinate check of muP: features and logits after some steps (2203.03466, figure 5)."""
     # A tenth of the rate keeps the changes small.
     lr = settings_of(f"optimizer={optimizer}").optimizer["lr"] / 10
@@ -128,7 +128,7 @@ def test_outputs_move_equally_at_every_width(run_of, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_the_speed_of_weight_decay_does_not_depend_on_the_width(optimizer):
+def test_weight_decay_per_step_does_not_depend_on_the_width(optimizer):
     speeds = set()
     for dim in WIDTHS:
         settings = settings_of(f"optimizer={optimizer}", "model=tiny", f"model.dim={dim}")
@@ -139,7 +139,7 @@ def test_the_speed_of_weight_decay_does_not_depend_on_the_width(optimizer):
     assert len(speeds) == 1 and speeds != {0.0}
 
 
-def test_reports_and_summaries_show_the_rates(run_of, capsys):
+def test_reports_and_summaries_show_the_learning_rates(run_of, capsys):
     run = run_of("optimizer=adamw", "schedule.warmup=0", "schedule.cooldown=0")
     take_step(run)
     report(run)
@@ -162,7 +162,7 @@ def test_reports_and_summaries_show_the_rates(run_of, capsys):
     assert "once that is estimated" in run.trainer.describe_rates(None)
 
 
-def test_a_tied_embedding_has_a_rate_between_those_of_embedding_and_head(run_of):
+def test_the_rate_of_a_tied_embedding_is_between_the_embedding_and_head_rates(run_of):
     take = {}
     for tied in ("false", "true"):
         run = run_of(f"model.tied={tied}", "schedule.warmup=0")
@@ -176,7 +176,7 @@ def test_a_tied_embedding_has_a_rate_between_those_of_embedding_and_head(run_of)
     assert "embedding_lr" not in take["true"]
 
 
-def test_the_rates_of_a_step_follow_the_expected_length(run_of):
+def test_learning_rates_follow_the_expected_length_of_the_run(run_of):
     run = run_of("schedule.warmup=0", "steps=1000")
     run.progress.expected_steps = 50
     take_step(run)
@@ -192,7 +192,7 @@ def test_rates_are_not_scaled_without_a_reference(run_of):
     assert "not scaled" in run.trainer.describe_rates(6)
 
 
-def test_a_rate_that_is_overridden_is_scaled_too(run_of):
+def test_an_overridden_learning_rate_is_also_scaled(run_of):
     plain = run_of()
     other = run_of("optimizer.lr=0.07")
     for run in (plain, other):
@@ -201,7 +201,7 @@ def test_a_rate_that_is_overridden_is_scaled_too(run_of):
         assert other.meter.learning_rates[key] == pytest.approx(2 * rate)
 
 
-def test_tokens_per_parameter_determine_the_steps(run_of):
+def test_tokens_per_parameter_determines_the_number_of_steps(run_of):
     run = run_of("steps=null", "tokens_per_parameter=2")
     size = run.trainer.model.num_parameters()
     assert run.progress.total_steps == math.ceil(2 * size / 512)
@@ -229,7 +229,7 @@ def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeyp
         assert estimates == [bound] * 8
 
 
-def test_an_estimated_length_is_resumed_but_does_not_end_the_run(run_of):
+def test_an_estimated_length_is_restored_but_does_not_end_the_run(run_of):
     words = ("steps=50", "max_minutes=10")
     run = run_of(*words, folder="run")
     take_step(run)
@@ -241,7 +241,7 @@ def test_an_estimated_length_is_resumed_but_does_not_end_the_run(run_of):
     assert without_limit.progress.expected_steps == 50
 
 
-def test_pretrained_weights_use_the_unscaled_rate(command, story, tmp_path):
+def test_training_pretrained_weights_uses_the_unscaled_rate(command, story, tmp_path):
     words = [*TINY, "data=text", f"data.path={story}", "data.vocab_size=400", "steps=2"]
     assert command("train.py", *words, "run_dir=first").code == 0
     words = [word for word in words if not word.startswith(("model", "data.vocab_size"))]
@@ -255,7 +255,7 @@ def test_pretrained_weights_use_the_unscaled_rate(command, story, tmp_path):
     assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err
 
 
-def test_the_tables_of_the_page_match_the_runs(capsys, tmp_path):
+def test_the_tables_in_the_rates_page_match_the_recorded_runs(capsys, tmp_path):
     rates_tables.main(tmp_path / "width.svg")
     tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
     page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")

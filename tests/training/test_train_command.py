@@ -45,7 +45,7 @@ def losses(run: Path | str) -> list[float]:
     return values(run, "train_loss", "val_loss")
 
 
-def test_a_run_leaves_everything_in_its_folder(trained):
+def test_a_run_writes_all_its_files_to_its_folder(trained):
     files = {path.relative_to(trained).as_posix() for path in trained.rglob("*") if path.is_file()}
     inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
     saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
@@ -72,7 +72,7 @@ def test_a_rising_held_out_loss_is_reported(tmp_path, capfd, losses, is_told):
     assert ("the held-out loss rose from 4.000 to 4.500 nats" in told) == is_told, told
 
 
-def test_commands_can_be_repeated(command, trained):
+def test_a_training_command_can_be_repeated_and_resumed(command, trained):
     checkpoints = Path("runs/text-tiny-gqa-2/checkpoints")
     assert command(*TRAIN).code == 0 and (checkpoints / "step-00000004").is_dir()
     finished = command(*TRAIN, "resume=true")
@@ -82,7 +82,7 @@ def test_commands_can_be_repeated(command, trained):
     assert (checkpoints / "step-00000006").is_dir()
 
 
-def test_a_run_is_resumed_with_its_own_overrides(command, trained):
+def test_a_run_is_resumed_with_its_saved_overrides(command, trained):
     resumed = command(
         "train.py", f"run_dir={trained}", "resume=true", "steps=6", "schedule=cosine"
     ).succeeded()
@@ -95,7 +95,7 @@ def test_a_run_is_resumed_with_its_own_overrides(command, trained):
     assert f"python train.py run_dir={trained} resume=true steps=12" in again.err
 
 
-def test_a_finished_run_is_not_sampled_and_evaluated_again(command, trained, monkeypatch):
+def test_a_finished_run_is_not_sampled_or_evaluated_again(command, trained, monkeypatch):
     files = [trained / name for name in ("metrics.jsonl", "samples.txt")]
     before = [file.read_bytes() for file in files]
     refuse = None  # a sample or an evaluation would fail
@@ -131,7 +131,7 @@ def test_a_finished_run_is_not_sampled_and_evaluated_again(command, trained, mon
         (["data=text"], ["model=15m", "model.dim=64", "steps=4", "resume=true", "data=text"]),
     ],
 )
-def test_given_overrides_replace_the_saved_ones(tmp_path, monkeypatch, given, expected):
+def test_given_overrides_replace_saved_overrides(tmp_path, monkeypatch, given, expected):
     saved = ["model=15m", "model.dim=64", "~data.split", "steps=4", f"run_dir={tmp_path}"]
     (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
     monkeypatch.setattr(run_folder, "newest_config", lambda run: {"overrides": saved})
@@ -201,7 +201,7 @@ def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, co
 
 
 @pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), ": begun has no")])
-def test_without_a_checkpoint_to_resume_a_run_starts_with_a_note(command, story, words, told):
+def test_resume_without_a_checkpoint_starts_a_run_with_a_note(command, story, words, told):
     Path("begun").mkdir()  # like a run that was killed before its first save
     result = command(*TRAIN, "resume=true", *words)
     assert result.code == 0 and result.err.startswith(f"nothing to resume{told}")
@@ -217,7 +217,7 @@ def test_without_a_checkpoint_to_resume_a_run_starts_with_a_note(command, story,
         (("run_dir=others",), "the folder contains other files (run_dir=others)"),
     ],
 )
-def test_the_folder_of_a_run_is_checked_before_the_text_is_prepared(
+def test_the_run_folder_is_checked_before_the_text_is_prepared(
     command, story, finished, monkeypatch, words, told
 ):
     Path("begun").mkdir()
@@ -234,7 +234,7 @@ def test_the_folder_of_a_run_is_checked_before_the_text_is_prepared(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_missing_folder_is_not_resumed(tmp_path, story, monkeypatch, processes):
+def test_resume_refuses_a_missing_folder(tmp_path, story, monkeypatch, processes):
     monkeypatch.chdir(tmp_path)
     words = (*TRAIN[1:], "resume=true", "run_dir=runs/mispelt")
     codes, told = ranks([sys.executable, ROOT / "train.py", *words], processes, tmp_path)
@@ -246,7 +246,7 @@ def test_a_missing_folder_is_not_resumed(tmp_path, story, monkeypatch, processes
     assert not Path("runs").exists()
 
 
-def test_a_run_can_start_from_the_weights_of_another(command, trained):
+def test_a_run_can_start_from_the_weights_of_another_run(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}")
     command("train.py", *words).succeeded()
     before, (look, after, *_) = metrics(trained), metrics(f"runs/text-{trained.name}")
@@ -256,7 +256,7 @@ def test_a_run_can_start_from_the_weights_of_another(command, trained):
 
 
 @pytest.mark.parametrize("folder", ["run_dir=begun", "name=begun"])
-def test_a_run_does_not_need_the_run_that_it_started_from(command, trained, folder):
+def test_a_run_does_not_depend_on_the_run_it_started_from(command, trained, folder):
     words = (*TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", "optimizer.lr=0.001", folder)
     words += ("precision=fp32",)  # in bf16, two evaluations differ by a thousandth
     command("train.py", *words).succeeded()
@@ -272,7 +272,7 @@ def test_a_run_does_not_need_the_run_that_it_started_from(command, trained, fold
     assert [line["step"] for line in metrics(begun)][-1] == 6
 
 
-def test_the_config_of_a_run_to_resume_is_printed_with_its_own_overrides(command, trained):
+def test_cfg_job_prints_a_resumed_run_with_its_saved_overrides(command, trained):
     words = (f"run_dir={trained}", "resume=true", "steps=6", "--cfg", "job")
     config = yaml.safe_load(command("train.py", *words).succeeded().out)
     sizes = (config["steps"], config["context"], config["data"]["vocab_size"])
@@ -293,7 +293,7 @@ def test_a_run_is_found_by_its_name(command, trained):
     assert checkpoint.find_model(name).parts[0] == name
 
 
-def test_runs_with_one_name_are_resumed_by_their_initial_weights(command, trained):
+def test_runs_with_the_same_name_are_distinguished_by_their_initial_weights(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
     Path("copy").mkdir()
     other = shutil.copytree(trained, Path("copy") / trained.name)
@@ -305,7 +305,7 @@ def test_runs_with_one_name_are_resumed_by_their_initial_weights(command, traine
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
 
 
-def test_a_run_is_found_by_any_spelling_of_init_from_and_by_its_context(command, trained):
+def test_resume_finds_a_run_by_any_spelling_of_init_from_and_by_its_context(command, trained):
     words = [word for word in TINY[1:] if not word.startswith(("context=", "batch_tokens="))]
     words += [*SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun", "batch_tokens=1024"]
     begin = f"init_from={trained}"
@@ -322,7 +322,7 @@ def test_a_run_is_found_by_any_spelling_of_init_from_and_by_its_context(command,
     assert refused.code == 2 and "fix: run_dir=runs/begun" in refused.err
 
 
-def test_a_run_on_a_task_can_start_from_another(command):
+def test_a_task_run_can_start_from_another_task_run(command):
     words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
     command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()
     # Without a context, rows have the length of the model's context.
@@ -346,7 +346,7 @@ def test_running_out_of_memory_is_reported_in_one_line(command, story, monkeypat
     assert result.code == 2 and "error: CUDA out of memory. fix: a smaller micro_batch" in line
 
 
-def test_a_run_reports_its_bounds_and_continues_for_more_passes(command, story):
+def test_a_run_reports_its_limits_and_can_continue_for_more_epochs(command, story):
     words = (*TINY, *TEXT, "batch_tokens=256", "steps=null", "run_dir=run")
     ends = []
     for epochs, resume in ((1, "false"), (1, "true"), (2, "true")):
@@ -366,7 +366,7 @@ TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]", "data.vocab_size=16")
 
 
 @pytest.mark.parametrize("data", TWO_PROCESSES)
-def test_two_processes_learn_the_same_as_one(command, tmp_path, story, data):
+def test_training_with_two_processes_matches_one(command, tmp_path, story, data):
     words = (*TINY, "steps=8", *data, "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
@@ -396,7 +396,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize("more, close, numbers", SHARDED)
-def test_a_sharded_run_learns_the_same_as_one_process_and_resumes_on_any_number(
+def test_a_sharded_run_matches_one_process_and_resumes_with_any_number_of_processes(
     command, tmp_path, story, more, close, numbers
 ):
     # All ranks run one forward per token of a sample.
@@ -455,7 +455,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
 
 
-def test_infinite_weights_of_one_process_end_all_processes(tmp_path, story):
+def test_infinite_weights_in_one_process_end_all_processes(tmp_path, story):
     (tmp_path / "train.py").write_text(SPOILED, encoding="utf-8")
     start = [sys.executable, *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]]
     words = (*TRAIN, "save_every=1", "sharded=true", "micro_batch=4")

@@ -22,7 +22,7 @@ from training.schedules import cosine, wsd
 
 
 @pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
-def test_accumulated_gradients_equal_those_of_the_whole_batch(run_of, attention):
+def test_gradient_accumulation_matches_the_whole_batch(run_of, attention):
     """Also with auxiliary losses, recomputed activations and a scaler."""
     ends = []
     ways = ("micro_batch=8", "micro_batch=4", "micro_batch=1", "activation_checkpointing=true")
@@ -67,7 +67,7 @@ def test_schedules_follow_their_formulas():
         assert schedule(10**6) == 1  # the end is not known yet
 
 
-def test_the_schedule_reaches_every_group(run_of):
+def test_the_schedule_applies_to_every_parameter_group(run_of):
     run = run_of("schedule.warmup=4", "steps=20")
     take_step(run)
     rates = [
@@ -81,7 +81,7 @@ def test_the_schedule_reaches_every_group(run_of):
 
 
 @pytest.mark.parametrize("eval_tokens", [50, "null"])
-def test_evaluation_equals_a_loop_over_windows(run_of, eval_tokens):
+def test_evaluation_matches_a_loop_over_windows(run_of, eval_tokens):
     run = run_of(f"eval_tokens={eval_tokens}", "micro_batch=3")
     for _ in range(2):
         take_step(run)
@@ -98,7 +98,7 @@ def test_evaluation_equals_a_loop_over_windows(run_of, eval_tokens):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_evaluation_keeps_gradients_only_after_compiling_with_them(run_of, is_compiled):
+def test_evaluation_tracks_gradients_only_after_compiled_training(run_of, is_compiled):
     run = run_of()
     run.trainer.is_compiled = is_compiled  # takes effect with the first step
     for step in (0, 1):
@@ -146,7 +146,7 @@ def test_every_variant_learns(run_of, variant, precision):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_learns_the_same_when_compiled(run_of, variant):
+def test_every_variant_trains_the_same_when_compiled(run_of, variant):
     eager, compiled = (run_of(f"attention={variant}", "batch_tokens=256") for _ in range(2))
     torch._dynamo.reset()
     configure_compiler()
@@ -158,7 +158,7 @@ def test_every_variant_learns_the_same_when_compiled(run_of, variant):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mla"])
-def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(run_of, variant):
+def test_an_int8_cache_costs_less_than_a_hundredth_of_a_nat(run_of, variant):
     run = run_of(f"attention={variant}", "steps=15", "schedule.warmup=2")
     learn_by_heart(run, 15)
     inputs, targets = run.trainer.loader(0)
@@ -171,7 +171,7 @@ def test_a_cache_in_int8_costs_less_than_a_hundredth_of_a_nat(run_of, variant):
     assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
-def test_a_reported_loss_is_the_mean_since_the_last_report(run_of):
+def test_the_reported_loss_is_the_mean_since_the_last_report(run_of):
     each, together = run_of(), run_of()
     for _ in range(3):
         take_step(each), take_step(together)
@@ -203,7 +203,7 @@ def test_document_mask_changes_training_and_evaluation(run_of):
 
 
 @pytest.mark.parametrize("words", [(), ("max_minutes=5",), ("steps=null", "max_epochs=null")])
-def test_passes_are_unbounded_with_steps_or_without_max_epochs(run_of, words):
+def test_epochs_are_unlimited_with_steps_or_without_max_epochs(run_of, words):
     run = run_of(*words)
     assert run.progress.total_steps == (math.inf if "steps=null" in words else 6)
 
@@ -221,7 +221,9 @@ def test_a_run_ends_after_max_epochs(run_of, epochs):
     assert at_most == epochs < max(read.values())
 
 
-def test_wandb_gets_the_same_metrics_and_may_fail(run_of, monkeypatch, capsys):
+def test_wandb_receives_the_same_metrics_and_its_failure_does_not_end_the_run(
+    run_of, monkeypatch, capsys
+):
     logged = []
     fake = SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None, id="one"
@@ -244,7 +246,7 @@ def test_wandb_gets_the_same_metrics_and_may_fail(run_of, monkeypatch, capsys):
 
 @pytest.mark.parametrize("epochs", [1, 1000, "null"])
 @pytest.mark.parametrize("minutes, eval_every", [(0.5, 1000), (2, 1000), (2, 100)])
-def test_fitting_steps_to_the_minutes_includes_evaluations(
+def test_fitting_steps_to_max_minutes_includes_evaluations(
     run_of, monkeypatch, minutes, eval_every, epochs
 ):
     words = (f"max_minutes={minutes}", "steps=null", f"max_epochs={epochs}")
@@ -268,7 +270,7 @@ def test_fitting_steps_to_the_minutes_includes_evaluations(
     assert run.progress.total_steps == passes or 0.75 * 60 * minutes < seconds + 5 < 60 * minutes
 
 
-def test_an_overflow_in_fp16_skips_the_step_and_is_not_a_divergence(run_of):
+def test_an_fp16_overflow_skips_the_step_and_is_not_reported_as_divergence(run_of):
     run = run_of()
     run.trainer.scaler = OverflowingScaler()
     before = weights(run)
@@ -306,7 +308,9 @@ class OverflowingScaler:
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_a_bar_and_lines_show_the_same_values(run_of, monkeypatch, capsys, is_watched):
+def test_the_progress_bar_and_log_lines_show_the_same_values(
+    run_of, monkeypatch, capsys, is_watched
+):
     clock = [0.0]
     monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_watched)
@@ -324,7 +328,7 @@ def test_a_bar_and_lines_show_the_same_values(run_of, monkeypatch, capsys, is_wa
 @pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_first_step_compiles_the_graph_of_evaluations_and_is_not_timed(
+def test_the_first_step_compiles_the_evaluation_graph_and_is_not_timed(
     run_of, monkeypatch, dropout
 ):
     graphs = []
@@ -358,7 +362,7 @@ def test_the_first_step_compiles_the_graph_of_evaluations_and_is_not_timed(
         (("steps=4000", "compile=false"), False),
     ],
 )
-def test_long_runs_are_compiled(run_of, monkeypatch, words, compiles):
+def test_only_long_runs_are_compiled_automatically(run_of, monkeypatch, words, compiles):
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     assert run_of("compile=auto", *words).trainer.is_compiled == compiles
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: "a compiler")
