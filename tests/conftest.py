@@ -1,9 +1,9 @@
-"""Shared helpers: variants found by their yaml, models with random parameters, and commands run in this process."""
+"""Shared helpers: list variants, build random models, and run commands in this process."""
 
 import json
 import os
 
-# Set before any import reads it. `OMP_NUM_THREADS=2 pytest` runs the suite with two threads.
+# Must be set before the imports below. `OMP_NUM_THREADS=2 pytest` runs with two threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 
@@ -78,7 +78,7 @@ close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# On a slow machine, an announced wait would appear among the lines that a test expects.
+# On a slow machine, messages about long waits would appear in the output that tests check.
 progress.PATIENCE = LONG
 # A shell makes background commands ignore SIGINT, which the tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,9 +90,9 @@ def pytest_configure(config) -> None:
 
 
 class Progress:
-    """Print every ten seconds how many tests are done and an estimate of the time left.
+    """Every ten seconds, print the number of finished tests and the estimated time left.
 
-    The estimate is the mean time of finished tests, where a slow test counts as one second.
+    The estimate uses the mean duration of finished tests, each counted as at most one second.
     """
 
     def __init__(self, config):
@@ -131,24 +131,24 @@ def composed(*overrides: str) -> Settings:
 
 
 def tree_of(variant: str, *overrides: str) -> dict:
-    """The model config of a variant, at tiny size."""
+    """The config of a tiny model of this variant."""
     tiny = ("model=tiny", "model.depth=2", "data.vocab_size=128", "context=64")
     return every_kind(shrink(settings_of(f"attention={variant}", *tiny, *overrides).model))
 
 
 def every_kind(tree: dict) -> dict:
-    """A model config with enough layers to have one of each kind."""
+    """A model config with enough layers to include every kind of layer."""
     pattern = tree["attention"].get("pattern", [])
     every = 1
     while {*pattern[-every:]} != {*pattern}:
         every += 1
-    if "cross_layer" in tree["attention"]["_target_"]:  # the first layer, and layers that read it
+    if "cross_layer" in tree["attention"]["_target_"]:  # a first layer and one that reads it
         every = 2
     return tree | {"depth": max(tree["depth"], every)}
 
 
 def shortest(tree: dict) -> dict:
-    """The model config with the fewest layers that include one of each kind."""
+    """The model config with the smallest number of layers that includes every kind of layer."""
     attention = tree["attention"]
     if "pattern" not in attention:
         return tree
@@ -180,14 +180,14 @@ def continued(
     captured=False,
     **more,
 ):
-    """Continue each prompt up to `eos`, `rows` prompts at a time; rows=0 decodes without a cache."""
+    """Continue each prompt up to `eos`, in batches of `rows`; rows=0 decodes without a cache."""
     weight = model.embed.weight
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
     sequences = [
         Sequence([*prompt], most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)
     ]
     drawn = {id(sequence): [] for sequence in sequences}
-    # Steps read few slots at first, and finally all slots of a context.
+    # The first steps read only a few cache slots, and the last steps read the whole context.
     with mock.patch("inference.engine.READ_MULTIPLE", 4):
         engine = Engine(model, draw, cache, **more)
         if compiled:
@@ -200,7 +200,7 @@ def continued(
 
 
 def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
-    """Make torch.compile capture whole graphs and run them without generating code."""
+    """Make torch.compile capture full graphs and run them without code generation."""
     compile_with = torch.compile
 
     def compile_whole(function, dynamic=False, **_):
@@ -213,7 +213,7 @@ def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
 def assert_greedy(
     model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]
 ) -> None:
-    """Two greedy continuations are equal, up to a near-tie: the float64 logits of both tokens differ by < 0.0001."""
+    """Check that greedy continuations are equal up to a near-tie: float64 logits within 0.0001."""
     assert len(one) == len(other)
     parted = next((at for at in range(len(one)) if one[at] != other[at]), None)
     if parted is not None:  # a near-tie, decided by rounding
@@ -222,7 +222,7 @@ def assert_greedy(
 
 
 def redraw(model: torch.nn.Module) -> torch.nn.Module:
-    """Draw every parameter at random, norm weights near 1: a zero-initialized parameter would hide a broken law."""
+    """Randomize all parameters (norm weights near 1), because zeros would hide a broken law."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -238,7 +238,7 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, torch fills uninitialized memory with NaN."""
+    """Make torch fill uninitialized memory with NaN inside the block."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -247,7 +247,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A model built as for training and generation, with every parameter drawn at random."""
+    """A model built as in training and generation, with all parameters randomized."""
     with poisoned_memory():
         model = build_model(tree, dtype=dtype, seed=None)
     return redraw(model).eval()
@@ -271,7 +271,7 @@ def tokenizer() -> Tokenizer:
 
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
-    """Save a run with one checkpoint: a model of this config, every parameter drawn at random."""
+    """Save a run with one checkpoint of a model with this config and randomized parameters."""
     model = drawn(tree | {"vocab_size": tokenizer.vocab_size})
     trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
     checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.files, {})
@@ -293,7 +293,7 @@ class Result:
 def command(tmp_path, monkeypatch, capfd):
     """Run `python FILE ARGUMENTS` in this process, in a temporary folder -> exit code, stdout, stderr.
 
-    Runs draw no loss curve, which takes as long as their steps; the run `finished` has one.
+    Loss curves are not plotted, which would take as long as training; only `finished` has one.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
@@ -306,14 +306,14 @@ def command(tmp_path, monkeypatch, capfd):
             code = 0
         except SystemExit as end:
             code = end.code or 0
-        torch.set_float32_matmul_precision("highest")  # training on a GPU lowers it
+        torch.set_float32_matmul_precision("highest")  # undo the change made by training on a GPU
         return Result(code, *capfd.readouterr())
 
     return run
 
 
 def tell(folder: Path) -> Path:
-    """A text of 60 short documents that a tiny model learns in a few steps."""
+    """Write a text of 60 short documents that a tiny model learns in a few steps."""
     names = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay")
     things = ("a red ball", "an old map", "the blue cup", "a small dog", "one warm hat")
     lines = [
@@ -340,14 +340,14 @@ TRAIN_TOKENIZER = Tokenizer.train
 
 @pytest.fixture
 def story(tmp_path, monkeypatch) -> Path:
-    """The text in the test's own folder; its tokenizer is trained once per process."""
+    """The text in the test's folder; its tokenizer is trained only once per process."""
     monkeypatch.setattr(Tokenizer, "train", lambda texts, size: trained_tokenizer((*texts,), size))
     return tell(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
-    """Prepare the corpus of the story for these data settings, once per process."""
+    """A function that prepares the story with given data settings, only once per process."""
     folder = tmp_path_factory.mktemp("prepared")
     path = str(tell(folder))
 
@@ -360,7 +360,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """A folder in which train.py has run on the story, once per process."""
+    """A folder with a run of train.py on the story, trained only once per process."""
     folder = tmp_path_factory.mktemp("finished")
     text = ("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +372,7 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(command, story, finished) -> Path:
-    """A tiny run on the story, which the test may change."""
+    """A tiny run on the story that the test may modify."""
     for name in ("runs", ".cache"):
         shutil.copytree(finished / name, name)
     return Path("runs/text-tiny-gqa")
@@ -380,7 +380,7 @@ def trained(command, story, finished) -> Path:
 
 @pytest.fixture
 def forked_jobs(monkeypatch) -> None:
-    """Fork the runs of a comparison, in tests that do not need separate processes."""
+    """Run the training jobs of a comparison in forks, which start faster than new processes."""
     monkeypatch.setattr(
         jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     )
@@ -389,9 +389,9 @@ def forked_jobs(monkeypatch) -> None:
 
 @pytest.fixture
 def drawn_run(command, tokenizer) -> Path:
-    """A run with random weights: its text does not depend on training.
+    """A run with random weights, so its generated text does not depend on training.
 
-    For 100 tokens after each prompt of the tests, the two largest logits differ by at least 0.0001.
+    For each prompt used in tests, the top two logits differ by at least 0.0001 for 100 tokens.
     """
     saved(Path("runs/drawn"), tree_of("gqa"), tokenizer)
     return Path("runs/drawn")
@@ -399,12 +399,12 @@ def drawn_run(command, tokenizer) -> Path:
 
 @pytest.fixture
 def run_of(tmp_path, story, prepared):
-    """Build runs on the story, each in a new folder unless `folder` is given."""
+    """A function that builds runs on the story, each in a new folder unless `folder` is given."""
 
     def build(*overrides: str, folder: str | None = None) -> setup.Run:
         text = ("data=text", "data.path=story.txt", "data.vocab_size=400")
         words = [word for word in overrides if word != "resume=true"]
-        # Composed once for all folders, for both new and resumed runs.
+        # Composed once and shared by all folders and by new and resumed runs.
         settings = settings_of(*TINY, *text, "steps=6", "precision=fp32", *words)
         settings.resume = len(words) < len(overrides)
         settings.data["path"] = str(story)
@@ -434,7 +434,7 @@ class FirstBatch(Loader):
 
 
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
-    """Train on one batch; nats per token at each step. They fall for every seed, in fp32 and in bf16."""
+    """Overfit one batch -> nats per token at each step, which fall for every seed in fp32 and bf16."""
     sizes = {
         "context": run.settings.context,
         "batch_size": run.trainer.loader.batch_size,

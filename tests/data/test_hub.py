@@ -1,4 +1,4 @@
-"""Public datasets, loaded by the real client from a local folder instead of the hub."""
+"""Public datasets, loaded by the `datasets` library from a local folder instead of the Hub."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_a_cached_corpus_is_reused_with_its_own_tokenizer(repo, tmp_path, monkey
     corpus = prepare(hub(repo), tmp_path / "cache")
     path = tmp_path / "run.model"
     path.write_bytes(corpus.tokenizer.files["tokenizer.model"])
-    monkeypatch.delattr(Hub, "parts")  # nothing is read again
+    monkeypatch.delattr(Hub, "parts")  # the dataset must not be read again
     again = prepare(hub(repo, tokenizer=str(path)), tmp_path / "cache")
     assert again.sha256 == corpus.sha256
 

@@ -1,4 +1,4 @@
-"""Batches are a function of seed and step, and an epoch visits every token once, across shards and at the end."""
+"""Batches depend only on seed and step, and each epoch visits every row of all shards once."""
 
 import mmap
 import re
@@ -46,7 +46,7 @@ def test_each_epoch_has_a_different_offset_and_order():
 
 
 def order_of(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """The order of the rows of an epoch, as the places of their first tokens in the text."""
+    """The row order of an epoch, as the position of each row's first token in the text."""
     text = np.zeros(num_rows + 2, dtype=np.uint16)
     return Loader([text], context=1, batch_size=1, seed=seed).row_starts(
         np.arange(epoch * num_rows, (epoch + 1) * num_rows)
@@ -61,13 +61,13 @@ def test_row_order_is_a_permutation_for_any_number_of_rows():
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 5, 7, 16, 17, 100, 1000])
 def test_small_texts_are_shuffled_uniformly(num_rows):
     orders = np.array([order_of(num_rows, seed) for seed in range(2000)])
-    # Every row is at every position equally often: each p-value is uniform, the lowest of `tests`
-    # is below 0.001 / tests once in a thousand.
+    # Every row is equally likely at every position. The p-values are uniform, so the lowest of n
+    # is below 0.001 / n with a probability of at most 0.001.
     rows = range(0, num_rows, -(-num_rows // 10))
     for row in rows:
         counts = np.bincount(orders[:, row], minlength=num_rows)
         assert stats.chisquare(counts).pvalue > 0.001 / len(rows)
-    # So is every pair of rows.
+    # Every pair of rows is equally likely at the first two positions.
     if 2 < num_rows < 20:
         pairs = np.bincount(orders[:, 0] * num_rows + orders[:, 1], minlength=num_rows**2)
         different = pairs.reshape(num_rows, num_rows)[~np.eye(num_rows, dtype=bool)]
@@ -93,7 +93,7 @@ def test_batch_memory_and_time_do_not_depend_on_the_number_of_rows():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
-    # The last rows of an epoch, and the first ones of the next.
+    # The last rows of one epoch and the first rows of the next one.
     for rows in np.split(starts, 2):
         assert len(set(rows.tolist())) == 50_000 and rows.min() >= 0 and rows.max() < 2 * num_rows
         assert stats.kstest(rows / (2 * num_rows), "uniform").pvalue > 0.001
@@ -104,7 +104,7 @@ def test_random_reads_are_advised_only_for_the_training_part_of_a_file(tmp_path)
     np.zeros(20 * mmap.PAGESIZE, dtype=np.uint16).tofile(path)
     tokens = np.memmap(path, np.uint16, "r", offset=1024)  # a header, as in llm.c
     loader = Loader([tokens[: -9 * mmap.PAGESIZE]], context=10, batch_size=4, seed=0)
-    # Linux lists the size and the flags of each mapping; rr: random read advised.
+    # Linux lists the size and flags of each mapping; rr means that random reads are advised.
     maps = re.findall(
         rf"{re.escape(str(path))}\nSize: +(\d+) kB.*?VmFlags: ([a-z ]+)\n",
         Path("/proc/self/smaps").read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""The slices of an evaluation match their definitions and add up to the whole."""
+"""The slices of an evaluation match their definitions and add up to the total loss."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -52,7 +52,7 @@ def test_slice_losses_match_losses_computed_from_logits(run_of):
     slices = line["slices"]
     nats = nats_by_token(run.trainer.model, tokens.tolist())
     assert line["val_loss"] == pytest.approx(np.mean(nats), abs=1e-6)
-    # Computed independently from all logits.
+    # Recompute the losses independently from the logits.
     losses = defaultdict(list)
     for start in range(0, len(tokens) - 1, 64):
         window = tokens[start : start + 65].tolist()

@@ -90,7 +90,8 @@ def test_tests_and_generated_files_of_packages_are_skipped(package):
 
 def test_copies_of_a_file_are_skipped(package):
     record = package / "zoo-2.0.dist-info/RECORD"
-    # Two of three long lines occur in zoo/one.py; in the other file, one of two.
+    # Two of the three long lines in copy.py occur in one.py. Only one of the two lines in half.py
+    # occurs in a different file.
     texts = {
         "zoo/copy.py": LINES["a"] + LINES["b"] + LINES["h"] + "x = 1\n" * 9,
         "zoo/half.py": LINES["d"] + LINES["f"],
@@ -102,7 +103,7 @@ def test_copies_of_a_file_are_skipped(package):
     read = {
         text for text, _ in documents_of(Packages(vocab_size=400, tokenizer=None, packages=["zoo"]))
     }
-    # The file whose path has the smaller hash is read first, and the other one is its copy.
+    # The file whose path has the smaller hash is read first, so the other file is skipped.
     first, second = sorted(
         ["zoo/one.py", "zoo/copy.py"], key=lambda path: hashlib.sha256(path.encode()).hexdigest()
     )
@@ -207,7 +208,7 @@ def test_folder_search_follows_links_and_skips_hidden_files(tmp_path):
     (corpus / ".c.txt").write_text("hidden", encoding="utf-8")
     (corpus / "more").symlink_to(tmp_path / "elsewhere")
     (corpus / "loop").symlink_to(corpus)
-    # A held-out file is not trained on under another name, and no file is read twice.
+    # Links cannot add held-out files to the training set, and no file is read twice.
     (corpus / "again").symlink_to(corpus / "val")
     (corpus / "also.txt").symlink_to(corpus / "a.txt")
     split = split_files(str(corpus), TEXT_SUFFIXES)
@@ -223,7 +224,7 @@ def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"no files .*\. fix: "):
         find_files(path, TEXT_SUFFIXES)
-    # A missing entry of a list is an error too.
+    # A missing entry in a list is also an error.
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     if path == ["absent"]:
         with pytest.raises(ValueError, match="path='absent'"):
@@ -291,7 +292,7 @@ def test_a_csv_row_can_contain_a_whole_book(tmp_path):
 
 
 def byte_level() -> JsonTokenizer:
-    """A tokenizer.json like GPT-2's, with a space in front of the text, as in some models."""
+    """A byte-level tokenizer as in GPT-2 that prepends a space to the text, as some models do."""
     built = tokenizers.Tokenizer(tokenizers.models.BPE())
     built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"])
@@ -356,7 +357,7 @@ def source_of(parts: list[Part]) -> SimpleNamespace:
 
 
 def test_size_limits_apply_to_a_single_long_document(tmp_path, monkeypatch):
-    """The end of a single text is held out, at most MAX_VALIDATION_BYTES of it."""
+    """At most MAX_VALIDATION_BYTES at the end of a single text are held out."""
     for name, value in (("PART_CHARS", 100), ("MAX_VALIDATION_BYTES", 300)):
         monkeypatch.setattr(f"data.prepare.{name}", value)
     monkeypatch.setattr("data.files.PART_CHARS", 100)
@@ -375,7 +376,7 @@ def test_size_limits_apply_to_a_single_long_document(tmp_path, monkeypatch):
     assert pieces.decode(corpus.train[0].tolist()) == text[:-300]
     (seen,) = trained_on
     assert text.startswith(seen) and 5_000 <= len(seen) < 5_200
-    # A file that is held out by its name is cut to the same size.
+    # A file that is held out by name is truncated to the same size.
     (tmp_path / "val.txt").write_text(text, encoding="utf-8")
     corpus = prepare(source(tmp_path), tmp_path / "cache")
     held_out = pieces.decode(corpus.validation.tolist())
@@ -399,7 +400,7 @@ def test_memory_does_not_grow_with_document_length(tmp_path, monkeypatch):
         )
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    # Holding the text in memory would add its size.
+    # Keeping the whole text in memory would add its size to the peak.
     assert peaks[1] - peaks[0] < 50_000
 
 
@@ -439,7 +440,7 @@ def test_each_split_is_read_from_its_own_files(tmp_path):
 
 
 def test_changing_a_file_suffix_changes_the_corpus_identity(tmp_path):
-    """The suffix selects the reader, so a corpus of the old suffix must not be reused."""
+    """The suffix selects the reader, so a corpus with the old suffix must not be reused."""
     content = '{"text": "first"}\n{"text": "second"}\n'
     found = set()
     for name in ("a.jsonl", "a.txt", "b.txt"):
@@ -530,7 +531,7 @@ def test_a_corpus_is_rebuilt_only_if_its_inputs_change(tmp_path, story, monkeypa
     prepare(source(story), tmp_path / "cache")
     prepare(source(story), tmp_path / "cache")
     assert len(built) == 1
-    # Same size and time, different bytes.
+    # The same size and modification time, but different bytes.
     before = story.stat()
     story.write_text(story.read_text(encoding="utf-8").replace("Ann", "Ina"), encoding="utf-8")
     os.utime(story, ns=(before.st_atime_ns, before.st_mtime_ns))

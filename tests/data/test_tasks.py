@@ -1,4 +1,4 @@
-"""Rows of tasks follow their papers, and an evaluation scores their answers."""
+"""Task rows are generated as in the papers, and evaluations score their answers."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
-    """As in multiquery_ar of Zoology: keys are in the lower half of the ids, and other positions are 0."""
+    """As in Zoology's multiquery_ar, keys are in the lower half of ids; unused positions are 0."""
     seen = set()
     for seed, size in enumerate((3, 7, 16) * 20):
         inputs, targets, distances = row(recall(vocab_size=vocab_size), size, seed)
@@ -55,7 +55,7 @@ def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
         assert min(values) > 0 and max(values) < vocab_size // 2 <= min(values.values())
         seen |= {*values, *values.values()}
         (queries,) = np.nonzero(targets != IGNORE_INDEX)
-        # Each key is queried once, a whole number of pairs after the last pair.
+        # Each key is queried once, at an even position after the last pair.
         assert sorted(inputs[queries]) == sorted(values)
         assert (queries % 2 == 0).all() and (queries >= 2 * size).all()
         assert np.count_nonzero(inputs) == 3 * size
@@ -63,7 +63,7 @@ def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
             key = inputs[query]
             assert targets[query] == values[key]
             assert distances[query] == query - positions[key]
-    # All ids except 0 and the last one, BOS.
+    # All ids are used except 0 and BOS, which is the last one.
     assert seen <= {*range(1, vocab_size - 1)}
     assert vocab_size > 64 or len(seen) == vocab_size - 2
 
@@ -74,7 +74,7 @@ def test_track_targets_are_running_products_of_permutations(elements):
     inputs, targets, distances = row(track(elements=elements), CONTEXT)
     things = list(range(elements))
     for position, number in enumerate(inputs):
-        # The permutation moves each thing to its new place.
+        # The permutation moves each element to a new position.
         things = [numbered[number][place] for place in things]
         assert targets[position] == numbered.index(tuple(things))
         assert distances[position] == position + 1
@@ -115,17 +115,17 @@ def test_rows_depend_only_on_seed_and_row_number(task):
     corpus = task.corpus()
     loader = corpus.loader(CONTEXT, 8, seed=1)
     inputs, targets, positions = loader(3)
-    # Splitting the batch or changing its size gives the same rows.
+    # Splitting the batch or changing its size does not change the rows.
     parts = [loader(3, slice(first, first + 2)) for first in range(0, 8, 2)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     answers = torch.cat([part[0].flatten()[part[2]] for part in parts])
     assert torch.equal(answers, inputs.flatten()[positions])
     smaller = corpus.loader(CONTEXT, 4, seed=1)
     assert torch.equal(torch.cat([smaller(6)[1], smaller(7)[1]]), targets)
-    # Other steps, other seeds and the evaluation have different rows.
+    # Different steps, different seeds and evaluations use different rows.
     others = [loader(4)[0], corpus.loader(CONTEXT, 8, seed=2)(3)[0]]
     assert not any(torch.equal(inputs, other) for other in others)
-    assert not torch.equal(inputs[0], inputs[3])  # both of the same size
+    assert not torch.equal(inputs[0], inputs[3])  # rows with the same number of pairs
     held_out, *_ = next(iter(corpus.evaluation(8 * CONTEXT, CONTEXT, 8)))
     assert not torch.equal(held_out, corpus.loader(CONTEXT, 8, seed=0)(0)[0])
     counted = [int((loader(step)[1] != IGNORE_INDEX).sum()) for step in range(3)]
@@ -142,7 +142,7 @@ def test_accuracies_match_a_loop_over_the_rows():
     totals = np.zeros((3, 2, NUM_BINS))
     generator = np.random.default_rng(0)
     for _, targets, cells, _ in corpus.evaluation(10 * CONTEXT, CONTEXT, 5):
-        # A model that is right half of the time.
+        # Simulate a model that is right half of the time.
         is_right = generator.random(targets.shape) < 0.5
         for index, target in np.ndenumerate(targets.numpy()):
             if target == IGNORE_INDEX:
@@ -172,7 +172,7 @@ def test_a_task_run_can_be_trained_resumed_and_evaluated(command):
     assert re.search(r"held out: .*, recall_accuracy [\d.]+", result.out + result.err)
     lines = metrics("runs/r")
     assert {"recall_accuracy", "recall_accuracy_2", "recall_accuracy_4"} <= lines[-1].keys()
-    # The loss is averaged over answers: at the start it is near the loss of a guess.
+    # The loss is averaged over answers, so it starts near the loss of random guessing.
     first = next(line for line in lines if "train_loss" in line)
     assert 4 < first["train_loss"] < 6
     resumed = command("train.py", *words, "steps=6", "resume=true")
@@ -208,7 +208,7 @@ def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem
 
 @pytest.mark.long
 def test_full_attention_recalls_all_values_and_a_window_only_nearby_ones(command):
-    """64 tokens and 4 pairs: a cell of Zoology's figure 2, with its convolution at each mixer."""
+    """64 tokens and 4 pairs, as in Zoology's figure 2, with a convolution before each attention."""
     words = ("data=recall", "context=64", "data.pairs=[4]", "ffn=none", "model.dim=64")
     words = (*words, "model.depth=2", "model.heads=1", "device=cpu", "attention=conv")
     words = (*words, "attention.kv_heads=1", "batch_tokens=16384", "steps=1000", "max_minutes=null")
@@ -220,5 +220,5 @@ def test_full_attention_recalls_all_values_and_a_window_only_nearby_ones(command
         last[name] = json.loads(lines[-1])
     assert last["full"]["recall_accuracy"] > 0.99
     slices = last["short"]["slices"]
-    # Beyond the reach of layers and convolutions, the model can only guess: at most 1 in 4.
+    # Beyond the reach of windows and convolutions, the model can only guess one of four values.
     assert slices["distance 33-64"]["accuracy"] < 0.3

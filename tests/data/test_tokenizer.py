@@ -1,4 +1,4 @@
-"""Tokenizers lose no byte of a text, whether trained here or elsewhere."""
+"""Tokenizers preserve every byte of a text, including tokenizers that were trained elsewhere."""
 
 import itertools
 import random
@@ -86,10 +86,10 @@ def test_encoding_a_long_text_in_pieces_gives_the_same_tokens(tmp_path, monkeypa
     tokenizer = Tokenizer.load(tmp_path / "a.model")
     monkeypatch.setattr("data.tokenizer.ENCODED_CHARS", 40)
     monkeypatch.setattr("data.tokenizer.CUT_CHARS", 10)
-    # Composed characters, unknown ones, runs of spaces, and a text without a place to cut.
+    # Combining characters, unknown characters, runs of spaces, and a text without a cut point.
     texts = [text, "e\u0301  Жили 好好 \n" * 99, " " * 999, "ab", "", text[:41]]
     assert (len(tokenizer.cut(text)) > len(text) / 80) is is_cut
-    # SentencePiece itself encodes each text as a whole.
+    # SentencePiece itself encodes each text in one piece.
     assert tokenizer.encode_batch(texts) == tokenizer.processor.encode(texts)
 
 

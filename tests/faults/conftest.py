@@ -1,4 +1,4 @@
-"""A corpus and an uninterrupted run, made once per process."""
+"""A corpus and an uninterrupted run, created once per process."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def corpus(prepared):
 def whole(corpus, tmp_path_factory):
     """An uninterrupted run."""
     job = Job(corpus, tmp_path_factory.mktemp("whole"))
-    assert job() == 0  # in this process, so that forks of it start with everything imported
+    assert job() == 0  # run in this process, so that its forks start with everything imported
     job.fresh()
     assert forked(job) == 0
     return job

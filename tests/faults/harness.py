@@ -1,4 +1,4 @@
-"""Runs of four tiny steps in forked processes that can be killed at any point, and checks of their files."""
+"""Train for four tiny steps in forks that can be killed at any point, and check their files."""
 
 import gc
 import itertools
@@ -35,8 +35,8 @@ from train import train
 from training import logger, setup
 from training.clock import Clock
 
-tqdm.set_lock(RLock())  # tqdm's own lock is shared with forks, and a killed fork may hold it
-CONTEXT = 8  # also the length of a sample
+tqdm.set_lock(RLock())  # tqdm's default lock is shared between forks, and a killed fork may hold it
+CONTEXT = 8  # also the length of samples
 WORDS = (
     f"context={CONTEXT}",
     "batch_tokens=32",
@@ -60,7 +60,7 @@ class Job:
         return self.with_words()()
 
     def with_words(self, *words: str) -> Action:
-        """The run with more overrides, composed here once for all processes."""
+        """The run with additional overrides, composed once in this process for all forks."""
         return partial(self.train, settings_of(*TINY, *WORDS, *STEPS, *words))
 
     def train(self, settings: Settings) -> int:
@@ -75,7 +75,7 @@ class Job:
             seed=settings.seed,
         )
         ranks = DistEnv(0, 1, torch.device("cpu"))
-        # Drawing with matplotlib takes as long as the four steps and their saves.
+        # Plotting with matplotlib would take as long as the four steps and their saves.
         picture = mock.patch.object(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
         with (
             picture,
@@ -96,7 +96,7 @@ class Job:
         return sorted((self.root / "run" / "checkpoints").glob("step-*"))
 
     def curve(self) -> list:
-        """The parts of a run that interruptions must not change: metrics without times, samples, final weights."""
+        """Results that interruptions must not change: metrics except times, samples, and weights."""
         lines = [
             json.loads(line)
             for line in (self.root / "run" / "metrics.jsonl")
@@ -116,7 +116,7 @@ class Job:
         ]
 
     def leftovers(self) -> list[str]:
-        """Files that should have been removed."""
+        """Names of files that should have been removed."""
         there = {path.name for path in (self.root / "run" / "checkpoints").iterdir()}
         return sorted(there - {"step-00000003", "step-00000004"})
 
@@ -154,7 +154,7 @@ def finish(pid: int) -> int:
 
 
 def before_operations(root: Path, do: Callable[[int], object]) -> Action:
-    """Call `do` with the number of each file operation below `root`, before it happens."""
+    """Before each file operation below `root`, call `do` with its number."""
     numbers = itertools.count(1)
     inside = []
 
@@ -172,7 +172,7 @@ def before_operations(root: Path, do: Callable[[int], object]) -> Action:
 
 
 def killed_at(event: int, root: Path) -> Action:
-    """SIGKILL before the file operation of this number below `root`."""
+    """Send SIGKILL before the file operation with this number below `root`."""
     return before_operations(
         root, lambda number: number == event and os.kill(os.getpid(), signal.SIGKILL)
     )
@@ -189,7 +189,7 @@ def at_most(nbytes: int) -> Action:
 
 
 def losing_power(record: Path) -> Action:
-    """Record every file that is synced to the disk, as step-00000001/state.pt."""
+    """Record the name of every file that is synced to disk, such as step-00000001/state.pt."""
 
     def patch() -> None:
         fsync = os.fsync
@@ -206,7 +206,7 @@ def losing_power(record: Path) -> Action:
 
 
 def lose_power(record: Path, checkpoints: list[Path]) -> None:
-    """Empty the files that were never synced to the disk."""
+    """Truncate the files that were never synced to disk."""
     safe = set(record.read_text(encoding="utf-8").split()) if record.exists() else set()
     for path in (path for each in checkpoints for path in each.iterdir()):
         if f"{path.parent.name}/{path.name}" not in safe:
@@ -214,12 +214,12 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 
 def trusting() -> None:
-    """Mimic a common loader: any file with the right name is accepted."""
+    """Mimic a common loader that accepts any file with the right name."""
     sealed.verify = lambda folder, fix, **_: {}
 
 
 def in_place() -> None:
-    """Mimic a common saver: it writes into the final folder, and the loader does not verify it."""
+    """Mimic a common saver that writes to the final folder, and a loader without verification."""
 
     @contextmanager
     def written(folder: Path):
@@ -247,7 +247,7 @@ def source(path: Path, **knobs) -> Text:
 
 
 def documents_of(found: Source) -> list[tuple[str, bool]]:
-    """The documents of a source, each with a flag: is it held out?"""
+    """The documents of a source, each with a flag that is true if it is held out."""
     documents = []
     text = ""
     for part in found.parts():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PROTECTIONS = {  # protection: (file, code, replacement, tests that should fail)
+PROTECTIONS = {  # Protection: (file, code, replacement, tests that should fail without it).
     "sync to the disk": (
         "run/sealed.py",
         "os.fsync(descriptor)",
@@ -80,7 +80,7 @@ PROTECTIONS = {  # protection: (file, code, replacement, tests that should fail)
 
 
 def seen(folder: Path, what: str) -> str | None:
-    """The first test that fails without this protection."""
+    """The first test that fails without this protection, or None."""
     file, line, instead, tests = PROTECTIONS[what]
     text = (ROOT / file).read_text(encoding="utf-8")
     assert text.count(line) == 1, (file, line)

@@ -1,4 +1,4 @@
-"""After any fault of a compiler, the next command compiles: incomplete files are never used."""
+"""After a failed or killed compilation, later commands compile and use no incomplete file."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ import torch
 from run import compilation
 from torch._inductor import config, cpu_vec_isa
 
-# Probe one kind of vector instructions, AVX2 or that of another processor, compile no header for
-# later kernels, and start no process that would compile others: each takes seconds.
+# Probe only one vector instruction set (AVX2 on x86), precompile no header for
+# later kernels, and start no worker processes for compilation: each takes seconds.
 del cpu_vec_isa.supported_vec_isa_list[:3]
 config.cpp_cache_precompile_headers = False
 config.compile_threads = 1
 
-# As a training step is compiled, or a decode step.
+# Compile with the options of a training step or of a decode step.
 options = compilation.decode_options(torch.device("cpu")) if "decoding" in sys.argv else None
 
 @torch.compile(dynamic=False, options=options)
@@ -69,7 +69,7 @@ compiles = pytest.mark.skipif(
 
 
 def start(cache: Path, *command: str) -> subprocess.Popen:
-    """Start Python in its own process group and with its own compile cache."""
+    """Start Python in a new process group with a separate compilation cache."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cache.parent,
@@ -82,30 +82,30 @@ def start(cache: Path, *command: str) -> subprocess.Popen:
 
 
 def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) -> str:
-    """Send a signal while a library named like `victim` is open and empty -> the process's stderr."""
+    """Send a signal while a library matching `victim` is still empty -> the process's stderr."""
     sizes = []
     while 0 not in sizes:
         assert process.poll() is None, process.communicate()[1]
-        # A compiler may rename a file or remove a folder during the search.
+        # The compiler may rename a file or remove a folder during the search.
         with suppress(FileNotFoundError):
             sizes = [path.stat().st_size for path in cache.rglob(f"*.{victim}*")]
         time.sleep(0.0005)
     os.killpg(process.pid, number)
     told = process.communicate(timeout=LONG)[1]
-    with suppress(ProcessLookupError):  # compilers that did not get the signal
+    with suppress(ProcessLookupError):  # kill compilers that did not receive the signal
         os.killpg(process.pid, signal.SIGKILL)
-    for library in cache.rglob("*.so"):  # a recent library counts as still being written
+    for library in cache.rglob("*.so"):  # recent libraries are assumed to be still being written
         os.utime(library, (0, 0))
     return told
 
 
 @compiles
 def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilations(tmp_path):
-    """Empty probes of the instruction set, as left by a killed linker, and unusable kernels."""
+    """Tests empty instruction-set probes, as left by a killed linker, and corrupt kernels."""
     cache = tmp_path / "cache"
     command = ("-c", COMPILING, str(ROOT), "decoding")
     killed = start(cache, *command)
-    interrupt(killed, cache, "so", signal.SIGKILL)  # in torch's first probe of the instruction set
+    interrupt(killed, cache, "so", signal.SIGKILL)  # in the first instruction-set probe
     assert killed.returncode == -signal.SIGKILL
     for is_broken in (False, True):
         said, told = start(cache, *command).communicate(timeout=LONG)
@@ -181,7 +181,7 @@ def test_a_requested_compilation_that_fails_is_reported_in_one_line(run_of, brok
 @compiles
 @pytest.mark.parametrize("step", ["training", "decoding"])
 def test_compilation_works_in_a_clone_whose_path_has_spaces(tmp_path, step):
-    """With a virtual environment inside, as in the README."""
+    """The virtual environment is inside the clone, as in the README."""
     clone = tmp_path / "My Projects"
     shutil.copytree(ROOT / "run", clone / "run")
     (clone / "packages").symlink_to(Path(torch.__file__).parents[1])

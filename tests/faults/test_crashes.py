@@ -1,4 +1,4 @@
-"""A run killed at any instant loses nothing that it had saved, and resumes as if it had not been killed."""
+"""A run killed at any instant loses no saved state and resumes as if it had not been killed."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from tests.faults.harness import Job, copying, finish, forked, killed_at, start
 
 
 def judged(job: Job, code: int, whole: Job) -> list[str]:
-    """The problems of a run that was killed and then finished."""
+    """The problems found in a run that was killed and then resumed to its end."""
     if code != 0:
         return [f"exit code {code}"]
     found = [] if job.curve() == whole.curve() else ["another curve"]
@@ -24,7 +24,7 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
 
 
 def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Resume from the files that a kill before each file operation leaves, every third time with a second kill.
+    """Resume from the files left by a kill before each file operation; kill every third run again.
 
     A kill leaves the files unchanged, so one run copies them before each operation; the second kills
     are real. States whose files have the same names and sizes are tried once.
@@ -73,7 +73,7 @@ def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
 
 
 def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
-    """Kill a run and lose its unsynced files: saved checkpoints must survive."""
+    """Kill a run and truncate its unsynced files; saved checkpoints must survive."""
     found, record = [], job.root.parent / "record"
     for event in events:
         job.fresh()

@@ -1,4 +1,4 @@
-"""Files are loaded only if they are as they were written, and nothing in them is executed."""
+"""Files are loaded only if they are unchanged, and their content is never executed."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def link(path: Path, _: random.Random) -> None:
 
 @pytest.fixture
 def spoiled(job, whole):
-    """A function: returns a fresh copy of the uninterrupted run, to be damaged."""
+    """A function that returns a fresh copy of the uninterrupted run, which tests then damage."""
     job.root.mkdir()
 
     def renew() -> Job:
@@ -62,7 +62,7 @@ def spoiled(job, whole):
 
 
 def damage(renew, ways: list, tries: int) -> list[str]:
-    """Damage that went undetected: the newest checkpoint was loaded although it had changed."""
+    """Apply damage -> the cases in which a changed checkpoint was loaded anyway."""
     draw, missed = random.Random(0), []
     job = renew()
     for number in range(tries):
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
 
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
-    """Put a file into a checkpoint with a matching manifest, like an attacker."""
+    """Put a file into a checkpoint and write a matching manifest, as an attacker could."""
     about = sealed.verify(folder, "")
     rest = {other: (folder / other).read_bytes() for other in about} | {name: raw}
     shutil.rmtree(folder)
@@ -162,7 +162,7 @@ def test_nothing_in_a_checkpoint_is_executed(spoiled, tmp_path, capfd, monkeypat
     ]
     torch.save({"optimizer": {}}, states)
     forgeries.append(("state.pt", states.read_bytes()))
-    # States of another model, and of a part of this one.
+    # The optimizer state of a different model, and of only a part of this model.
     genuine = torch.load(spoiled().checkpoints[-1] / "state.pt")
     name, state = next(iter(genuine["optimizer"].items()))
     other_shape = {name: {"momentum": torch.zeros(3, 5)}}

@@ -1,4 +1,4 @@
-"""Any input is accepted, or refused with one line per problem and an exit code; nothing is written."""
+"""Any input is either accepted, or refused with one line per problem and without writing files."""
 
 import ast
 import json
@@ -91,7 +91,7 @@ def words_of(draw: random.Random) -> list[str]:
 
 
 def outcome(words: list[str]) -> int | str:
-    """The exit code of composing a run, before any data is opened."""
+    """Compose a run without opening any data -> its exit code, or an unexpected exception."""
     try:
         with errors.report_errors(), errors.user_input():
             settings = setup.check_buildable(compose(words))
@@ -104,7 +104,7 @@ def outcome(words: list[str]) -> int | str:
 
 
 def fuzzed(cases: int, seed: int, capfd) -> Iterator[tuple]:
-    """Inputs that are neither accepted nor refused with a message."""
+    """Try random inputs, and yield those that are neither accepted nor refused with a message."""
     draw = random.Random(seed)
     for _ in range(cases):
         words = words_of(draw)
@@ -218,7 +218,7 @@ def take_folder(folder: Path) -> None:
 
 
 def take_checkpoint(path: Path) -> None:
-    """Seal a damaged checkpoint as if it were intact, and use it as the commands do."""
+    """Seal a damaged checkpoint as if it were intact, and use it like the commands."""
     (path / "manifest.json").unlink()
     with sealed.atomic_directory(path.with_name("sealed")) as staging:
         shutil.copytree(path, staging, dirs_exist_ok=True)
@@ -250,7 +250,7 @@ def is_told(take: Callable, folder: Path) -> bool:
     "seed", [0, *[pytest.param(n, marks=pytest.mark.long) for n in range(1, 5)]]
 )
 def test_any_model_is_accepted_or_refused_with_a_message(seed, tokenizer, tmp_path, capfd):
-    """Hugging Face folders and checkpoints, with both kinds of tokenizers."""
+    """Uses Hugging Face folders and checkpoints with both kinds of tokenizers."""
     write_tokenizer(
         tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text(encoding="utf-8").split("\n")
     )
@@ -313,7 +313,7 @@ def test_no_code_executes_its_input():
                 assert called != "torch.load" or given["weights_only"] == "True", path
 
 
-# `instantiate` is ours: its import is checked above.
+# `instantiate` refers to run.instantiate, because its import is checked above.
 ALLOWED = [
     "re.compile",
     "torch.compile",

@@ -21,7 +21,7 @@ NO_LOCK = "does not support locks: do not start two runs in one folder"
 
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory) -> dict[str, str]:
-    """The environment variables that make all file systems refuse both."""
+    """Environment variables that make all file systems refuse to sync folders and lock files."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs a C compiler, and Linux, whose loader reads LD_PRELOAD")
@@ -50,9 +50,9 @@ def test_a_run_is_saved_and_resumed_with_one_warning_of_each_kind(preload, story
 
 
 def test_a_run_on_a_network_share_resumes_from_every_crash_point(preload):
-    """Runs the test of all crash points in a process with the preloaded library."""
+    """Runs the test of all crash points in a process that preloads the library."""
     test = "tests/faults/test_crashes.py::test_a_run_resumes_from_every_crash_point"
-    # Checked inside the process, to be sure that the library is loaded.
+    # Check inside the process that the library is loaded.
     check = "import os, sys, pytest\ntry: os.fsync(os.open('/', 0))\nexcept OSError: pass\n"
     check += "else: sys.exit('the library is not loaded')\nsys.exit(pytest.main(sys.argv[1:]))"
     words = ("-q", "-n", "0", "-p", "no:cacheprovider", test)
@@ -83,7 +83,7 @@ def test_two_processes_can_prepare_the_same_text_concurrently(preload, story, tm
 
 @pytest.fixture
 def failing_sync(monkeypatch):
-    """A function: makes syncs of files or of folders fail with an error."""
+    """A function that makes fsync fail for files or for folders."""
     progress.warn_once.cache_clear()
     fsync = os.fsync
 

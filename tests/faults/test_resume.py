@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one bit for bit, or reports the differences."""
+"""A resumed run matches an uninterrupted run bit for bit, or reports changed settings."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_interrupted_runs_differ_if_any_state_is_not_restored(job, whole, broken
 
 
 def killed_in_step(number: int) -> None:
-    """SIGKILL after the gradients of this step are computed."""
+    """Send SIGKILL after computing the gradients of this step."""
     compute = trainer.Trainer.compute_gradients
 
     def kill(self, step, micro_batch_size):
@@ -162,7 +162,7 @@ def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
 
 
 def compiled_to_other_bits() -> None:
-    """Act as if compilation changed the results slightly."""
+    """Simulate a compilation that slightly changes the results."""
 
     def compile_model(loss_module, *_):
         loss_module.register_forward_hook(
@@ -187,7 +187,7 @@ def test_a_resumed_run_is_compiled_if_its_first_process_was(job, monkeypatch):
         curves.append(job.curve())
         job.fresh()
         assert forked(job.with_words(*words), compiled_to_other_bits, one_step_only) == 75
-        # Later processes must not apply the rule again, whose answer is different here.
+        # Later processes must not apply this rule again; here it would give the opposite answer.
         monkeypatch.setattr(
             setup.compilation, "is_long_run", lambda *_, is_long=is_long: not is_long
         )
@@ -216,7 +216,7 @@ def test_a_run_killed_after_its_last_save_resumes_without_training(job, whole, c
     assert forked(job, killed_at_the_end) == -signal.SIGKILL
     assert forked(job, without_steps) == 0
     assert job.curve() == whole.curve()
-    assert forked(job, without_steps) == 0  # and again, with nothing left to do
+    assert forked(job, without_steps) == 0  # resume again, with nothing left to do
     assert job.curve() == whole.curve()
 
 

@@ -1,4 +1,4 @@
-"""A signal saves and ends a run within a step, with its own exit code; the resumed run is unchanged."""
+"""A signal saves and ends a run within a step, and resuming it gives the same results."""
 
 import json
 import os
@@ -23,7 +23,7 @@ CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 def sending(number: int, where: tuple[object, str], call: int, again: bool = False):
-    """Send this process a signal at the given call of a function."""
+    """Make this process send itself a signal at the given call of a function."""
 
     def patch() -> None:
         owner, name = where
@@ -118,7 +118,8 @@ def test_a_signal_interrupts_data_preparation(tmp_path, story, monkeypatch, plac
 
     def waiting(*arguments) -> object:
         os.write(there, b"x")
-        for _ in range(100 * LONG):  # one long sleep would go on if another thread got the signal
+        # A single long sleep would continue if a different thread received the signal.
+        for _ in range(100 * LONG):
             time.sleep(0.01)
         return usual(*arguments)
 

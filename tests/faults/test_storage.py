@@ -1,4 +1,4 @@
-"""Full disks lose no checkpoint, a second run cannot take the folder, and killed processes leave no lock."""
+"""Full disks lose no checkpoint, and a run locks its folder until its process ends."""
 
 import fcntl
 import json
@@ -32,7 +32,7 @@ def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
 
 
 def full(name: str) -> None:
-    """Appending to this file fails with a full disk."""
+    """Make appending to this file fail as on a full disk."""
     opened = Path.open
 
     def full_or_not(path, mode="r", *more, **named):
@@ -52,7 +52,7 @@ def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, who
 def test_a_metrics_line_is_written_completely_or_not_at_all(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
-    assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is full too
+    assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is limited too
     lines = [
         json.loads(line)["step"]
         for line in (job.root / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
