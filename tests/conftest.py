@@ -434,7 +434,7 @@ class FirstBatch(Loader):
 
 
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
-    """Overfit one batch -> nats per token at each step, which fall for every seed in fp32 and bf16."""
+    """Overfit one batch -> losses in nats per token, which fall for all seeds in fp32 and bf16."""
     sizes = {
         "context": run.settings.context,
         "batch_size": run.trainer.loader.batch_size,

@@ -1,4 +1,4 @@
-"""Rules for imports: dependencies point one way, and the commands import no foreign formats."""
+"""Import rules: dependencies point one way, and the commands do not import conversion tools."""
 
 import ast
 import re
@@ -13,8 +13,8 @@ import pytest
 from run.settings import compose, flatten
 from tests.conftest import ROOT
 
-# Each room may import itself and earlier rooms, but model and data do not import each other.
-# These two may import only the libraries listed here.
+# Each package ("room") may import itself and earlier packages, but model and data must not import
+# each other. Both may import only the libraries listed here.
 ORDER = ("run", "model", "data", "inference", "training", "tools")
 STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
@@ -31,7 +31,7 @@ FILES += [ROOT / f"{name}.py" for name in COMMANDS]
 
 @cache
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports anywhere, and the names imported from them: a.b, a.b.c."""
+    """The modules that a file imports anywhere, and the names imported from them, such as a.b.c."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def imports(path: Path) -> set[str]:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """The files of the project that a file imports, not counting packages."""
+    """The project files that a file imports, except __init__.py."""
     names = imports(path)
     return {file for file in FILES if module_of(file) in names and file.stem != "__init__"}
 
@@ -75,7 +75,7 @@ def test_file_names_are_unique():
 
 
 def test_the_count_of_lines_in_the_readme_is_correct():
-    """Counts the files that the commands import, also inside functions, and the default choices."""
+    """Counts all files that the commands import, also in functions and for default presets."""
     settings = compose([]).model_dump()
     named = {
         value.rpartition(".")[0] for key, value in flatten(settings) if key.endswith("_target_")
@@ -117,13 +117,13 @@ def test_slow_libraries_are_imported_only_in_the_functions_that_use_them():
     assert not SLOW & set(loaded.stdout.split())
 
 
-# Files are UTF-8 in any locale; without an encoding, Python uses that of the locale. ruff's rule
-# for it (PLW1514) does not know the types of most paths.
-BINARY_OPEN = {"os", "tokenize"}  # modules whose open() takes no encoding, or detects it
+# Files are UTF-8 in any locale, but Python's default encoding depends on the locale. Ruff's rule
+# for this (PLW1514) does not know the types of most paths.
+BINARY_OPEN = {"os", "tokenize"}  # modules whose open() takes no encoding or detects it
 
 
 def is_text_without_encoding(call: ast.Call) -> bool:
-    """True if a call reads or writes text in the encoding of the locale."""
+    """True if a call reads or writes text in the locale's encoding."""
     options = {keyword.arg for keyword in call.keywords}
     if "encoding" in options or not isinstance(call.func, ast.Name | ast.Attribute):
         return False

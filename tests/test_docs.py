@@ -1,4 +1,4 @@
-"""The commands in the documents work, at tiny size."""
+"""All commands in the documentation run, with tiny models."""
 
 import io
 import re
@@ -38,9 +38,9 @@ BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", 
 COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
 LINES = [*dict.fromkeys(filter(None, COMMANDS))]
 
-# Commands that need a fresh clone, a network, minutes or another program.
+# Commands that need a fresh clone, a network, several minutes or a different program.
 UNTESTED = (".venv", "--tasks", "tools.bench", "llama")
-# Commands that use a model, in the order of the documents: some use the output of earlier ones.
+# Commands that use a model, in the documented order, because some use earlier outputs.
 WITH_A_MODEL = ("runs/NAME", "models/NAME", "tools.attention_map")
 TESTED = [line for line in LINES if not any(word in line for word in UNTESTED)]
 MODEL = [line for line in TESTED if any(word in line for word in WITH_A_MODEL)]
@@ -67,7 +67,7 @@ def run(command, line: str, *more: str):
 
 @pytest.fixture
 def stories(story) -> Path:
-    """The text files that the documents train on."""
+    """The text files that the documented commands train on."""
     (story.parent / "my").mkdir()
     return story.rename(story.parent / "my" / "stories.txt")
 
@@ -122,7 +122,7 @@ def test_documented_comparison_commands_run(command, story, forked_jobs, monkeyp
 
 
 def test_documented_commands_that_use_a_model_run(command, trained, stories, monkeypatch):
-    """Import, export, convert, train on and evaluate, in the order of the documents."""
+    """Imports, exports, converts, trains and evaluates models in the documented order."""
     monkeypatch.setattr(lengths, "LONGEST", 1)  # use all of the text
     monkeypatch.setattr(lengths, "MULTIPLES", (1,))
     # Export the run to have a folder to import.
@@ -138,7 +138,7 @@ def test_documented_conversion_commands_run(command, tokenizer, story):
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     for number, line in enumerate(block.splitlines()):
         line = line.partition("#")[0].replace("MODEL", "old").replace("TEXT", str(story))
-        # Each conversion makes a model; training starts from the last one.
+        # Each conversion creates a model, and training starts from the last one.
         line = line.replace("NEW", f"new{min(number, 1)}")
         more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
         run(command, line, *more)

@@ -96,7 +96,7 @@ class Job:
         return sorted((self.root / "run" / "checkpoints").glob("step-*"))
 
     def curve(self) -> list:
-        """Results that interruptions must not change: metrics except times, samples, and weights."""
+        """Results that interruptions must not change: metrics without times, samples, weights."""
         lines = [
             json.loads(line)
             for line in (self.root / "run" / "metrics.jsonl")

@@ -1,8 +1,8 @@
 """A fake CUDA device for machines without a GPU: it computes shapes and dtypes, but no values.
 
-Tensors on "cuda" are FakeTensors, tensors on the CPU are real. A mode counts waits of the host for
-the device, and products in fp32. Operations that mix devices raise RuntimeError, as do operations
-whose result shape depends on values, such as nonzero().
+Tensors on "cuda" are FakeTensors, and tensors on the CPU are real. A dispatch mode counts
+synchronizations with the host and fp32 products. RuntimeError is raised by operations that mix
+devices or whose result shape depends on values, such as nonzero().
 """
 
 import fcntl
@@ -46,16 +46,16 @@ PRODUCTS = (
 
 
 class FakeGPU(TorchDispatchMode):
-    """Observes operations on the device, and computes operations on the CPU.
+    """Observes operations on the device and computes operations on the CPU.
 
-    `waits` counts operations that make the host wait for the device, and `fp32_products` matrix
-    products in fp32, both by the function of this repository that calls them. The backward of a
-    product counts for the function of its forward.
+    `waits` counts operations that synchronize with the host, and `fp32_products` counts matrix
+    products in fp32, both by the calling function of this repository. The backward of a product
+    is attributed to the function that computed its forward.
 
-    Values that the host reads from the device are True for booleans, 1 for floats and 0 for integers.
+    The host reads every boolean on the device as True, every float as 1 and every integer as 0.
     """
 
-    supports_higher_order_operators = True  # FlexAttention, for example, passes through
+    supports_higher_order_operators = True  # such as FlexAttention, which is passed through
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class FakeGPU(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise nothing inside is compiled
+        return True  # otherwise torch.compile would skip code inside this mode
 
     def reset(self) -> None:
         """Reset the counters."""
@@ -89,7 +89,7 @@ class FakeGPU(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
 
-        # Some operations copy between devices. A copy to the host needs its result now.
+        # Handle copies between devices. A copy to the host needs its result immediately.
         name = func.name().partition(".")[0]
         if name == "aten::_to_copy" and is_on_cuda and "device" in kwargs and device.type == "cpu":
             return self.read(args[0], kwargs)
@@ -97,7 +97,7 @@ class FakeGPU(TorchDispatchMode):
             kwargs = kwargs | {"non_blocking": args[2]}
             args = args[:2]
         if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
-            # Copying without a wait requires pinned memory.
+            # A non-blocking copy requires pinned memory.
             kwargs = kwargs | {
                 "non_blocking": kwargs.get("non_blocking") and self.is_pinned(args[0])
             }
@@ -117,7 +117,7 @@ class FakeGPU(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def compute_on_cpu(self, func, args, kwargs):
-        """Compute an operation on CPU tensors; pinned memory is normal memory that is recorded as pinned."""
+        """Compute an operation on CPU tensors, where pinned memory is only recorded as pinned."""
         with unset_fake_temporarily():
             if func.name() in ("aten::pin_memory", "aten::_pin_memory"):
                 x = args[0].clone()
@@ -131,12 +131,12 @@ class FakeGPU(TorchDispatchMode):
         return x.untyped_storage().data_ptr() in self.pinned
 
     def upload(self, x: Tensor, kwargs: dict) -> None:
-        """Record a copy of x to the device: the host waits unless the memory is pinned."""
+        """Record a copy of x to the device, which blocks the host unless the memory is pinned."""
         if not (self.is_pinned(x) and kwargs.get("non_blocking")):
             self.wait()
 
     def read(self, x: Tensor, kwargs: dict) -> Tensor:
-        """Return a CPU tensor in place of the values of x."""
+        """Return a CPU tensor that stands in for the values of x."""
         if not kwargs.get("non_blocking"):
             self.wait()
         dtype = kwargs.get("dtype") or x.dtype
@@ -147,11 +147,11 @@ class FakeGPU(TorchDispatchMode):
         return float(dtype == torch.bool or dtype.is_floating_point)
 
     def wait(self) -> None:
-        """Count a wait of the host."""
+        """Count a synchronization with the host."""
         self.waits[calling_function()] += 1
 
     def record_fp32_product(self) -> None:
-        # Autograd numbers its nodes, and creates a product's node just before computing the product.
+        # Autograd numbers its nodes and creates the node of a product just before computing it.
         node = torch._C._current_autograd_node()
         function = calling_function()
         if node is None:
@@ -162,7 +162,7 @@ class FakeGPU(TorchDispatchMode):
 
 
 def tensors_in(values: Iterable) -> list[Tensor]:
-    """The tensors among values and in lists of values."""
+    """All tensors in `values` and in nested lists."""
     tensors = []
     for value in values:
         if isinstance(value, Tensor):
@@ -173,9 +173,9 @@ def tensors_in(values: Iterable) -> list[Tensor]:
 
 
 def calling_function() -> str | None:
-    """The innermost function of this repository on the stack, such as "Trainer.save".
+    """The innermost function on the stack that belongs to this repository, such as "Trainer.save".
 
-    None in the backward, which runs in another thread, unless it recomputes a function.
+    Returns None in the backward, which runs in a different thread, unless it recomputes a function.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -189,8 +189,8 @@ def calling_function() -> str | None:
 
 @contextmanager
 def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
-    """Inside, torch has one GPU: an H100, or a GPU with another major compute capability."""
-    # Dynamo stores functions of torch.cuda at import; import it before they are patched.
+    """Simulate one GPU: an H100, or a GPU with a different major compute capability."""
+    # Dynamo stores functions of torch.cuda at import, so import it before patching them.
     importlib.import_module("torch._dynamo.variables.torch")
     load_guard()
     gpu = FakeGPU()
@@ -200,14 +200,14 @@ def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
     with ExitStack() as stack:
         for name, value in cuda_answers(gpu, major).items():
             stack.enter_context(patch(f"torch.{name}", always(value)))
-        # FakeTensorMode must not initialize the device that seems to exist.
+        # FakeTensorMode must not initialize the simulated device.
         patched = patch.object(FakeTensorMode, "avoid_device_init", True)
         stack.enter_context(patched)
-        # FakeTensor.tolist reads single numbers; a real tensor is copied at once.
+        # FakeTensor.tolist reads numbers one by one; a real tensor is copied in one operation.
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
         # Inside a FakeTensorMode, torch.load would load to the meta device.
         stack.enter_context(patch("torch.load", unset_fake_temporarily()(torch.load)))
-        # The fused SDPA kernels need a build with CUDA. Their replacement here must also multiply in
+        # The fused SDPA kernels require a CUDA build. Their replacement must also multiply in
         # the dtype of its inputs.
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -221,7 +221,7 @@ def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
 
 
 def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
-    """Replacements for functions of torch.cuda. Synchronizing an event counts as a wait."""
+    """Replacements for functions of torch.cuda. Synchronizing an event is counted as a wait."""
     names = {7: "Tesla T4", 8: "NVIDIA GeForce RTX 4090", 9: "NVIDIA H100 80GB HBM3"}
     shared_memory = {7: 64, 8: 99, 9: 227}[major] * 1024  # bytes per block
 
@@ -237,7 +237,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
             pass
 
     class Graph:
-        """A CUDA graph and the context manager that records it: nothing may wait inside."""
+        """A CUDA graph and its recording context, in which nothing may synchronize."""
 
         def __enter__(self) -> None:
             self.num_waits = gpu.waits.total()
@@ -283,7 +283,7 @@ def always(value: object):
 def load_guard() -> None:
     """Load noop_cuda_guard.cpp, compiled once per version of torch.
 
-    Raises RuntimeError without a C++ compiler: skipped tests would go unnoticed.
+    Raises RuntimeError without a C++ compiler, because skipped tests would go unnoticed.
     """
     compiler = cpp_compiler()
     if compiler is None:
@@ -292,7 +292,7 @@ def load_guard() -> None:
     key = hashlib.sha256(identity).hexdigest()[:16]
     library = ROOT / ".cache" / f"noop-cuda-guard-{key}.so"
     library.parent.mkdir(exist_ok=True)
-    # Several processes may compile it at the same time.
+    # Several processes may try to compile it at the same time.
     with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

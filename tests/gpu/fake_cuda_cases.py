@@ -1,7 +1,7 @@
-"""Training and generation on a fake GPU: waits, mixed devices and products in fp32.
+"""Training and generation on a fake GPU: synchronizations, mixed devices and fp32 products.
 
-Every preset and every option is run in bf16, some in fp16 and fp32; see tests/gpu/fake_cuda.py. The
-number next to a function below is the number of times that the host waits in it.
+All presets and options run in bf16, and some in fp16 and fp32; see tests/gpu/fake_cuda.py. The
+number next to a function below is the number of host synchronizations in this function.
 """
 
 import inspect
@@ -45,8 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Presets with different implementations: plain attention, FlexAttention and a recurrence.
 WAYS = ("gqa", "sink document_mask=true", "gdn")
-# Options that change the computation on the device, combined with the presets in turn. A batch has
-# one or two micro-batches.
+# Options that change the computation on the device. Each preset is combined with one of them. A
+# batch has one or two micro-batches.
 OPTIONS = (
     "",
     "document_mask=true z_loss=1e-4 micro_batch=8",
@@ -63,22 +63,22 @@ EXTRAS = (
     "mla attention.dropout=0.1",
 )
 
-# Functions that always multiply in fp32: their states accumulate over all tokens.
+# Functions that always multiply in fp32, because their states accumulate over all tokens.
 FP32_FUNCTIONS = {"recurrence", "decayed_products", "block_product"}
 FP32_FUNCTIONS |= {"UnitTriangularSolve.forward", "UnitTriangularSolve.backward"}
 FP32_FUNCTIONS |= {"BlockAttention.choose_blocks", "sum_blocks"}  # means of keys
 
-# GradScaler keeps its scale on the device and decides on the host, once per optimizer, to skip.
+# GradScaler keeps its scale on the device; the host reads once per optimizer if a step is skipped.
 FP16_STEP_WAITS = {"Trainer.step": 2}
-# A line of metrics reads the loss and the gradient norm, after a check for finite values.
+# A metrics line reads the loss and the gradient norm, after a check for finite values.
 METRICS_WAITS = {"Meter.check_finite": 1, "Meter.report": 2}
 EVALUATION_WAITS = {"evaluate": 1}
-TOKEN_WAITS = {"Engine.generate": 1}  # the copy of a drawn token
-# Ragged prompts for two rows.
+TOKEN_WAITS = {"Engine.generate": 1}  # the copy of a sampled token
+# Prompts of different lengths for a batch of two rows.
 PROMPTS = ([0, 0, 0, 0, 0], [4, 5, 0, 0], [6, 7])
 SAMPLER = partial(sample, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1)
-# Ways of decoding: the model's dtype, int8 weights or not, the cache's dtype, and the waits for two
-# tokens after each prompt.
+# Decoding modes: the model's dtype, whether weights are int8, the cache's dtype, and the expected
+# synchronizations for two tokens after each prompt.
 DECODING = {
     "cached": ("bf16", False, torch.bfloat16, {"Engine.generate": 4}),
     "int8": ("bf16", True, torch.int8, {"Engine.generate": 4}),
@@ -88,7 +88,7 @@ DECODING = {
 
 
 def cases(variants: Iterable[str], precision: str = "bf16") -> list:
-    """Pairs of precision and overrides: each preset with one of the options, in turn."""
+    """Pairs of precision and overrides, in which the presets cycle through the options."""
     parameters = []
     for number, variant in enumerate(variants):
         overrides = f"attention={variant} {OPTIONS[number % len(OPTIONS)]}".split()
@@ -106,7 +106,7 @@ def gpu(request):
 
 @pytest.fixture
 def run_of(gpu, tokenizer, tmp_path):
-    """Build runs on the GPU, all in one run folder."""
+    """A function that builds runs on the GPU, all in the same run folder."""
 
     def build(precision: str, *overrides: str) -> setup.Run:
         sizes = (
@@ -131,7 +131,7 @@ def run_of(gpu, tokenizer, tmp_path):
 
 
 def check(gpu: FakeGPU, waits: dict[str, int], dtype: torch.dtype) -> None:
-    """Assert that the host waits at most as listed in `waits`, and that no unexpected product is in fp32."""
+    """Assert that no synchronizations except `waits` and no unexpected fp32 products occurred."""
     assert not gpu.waits - Counter(waits), "the host waits for the device"
     if dtype != torch.float32:
         unasked = gpu.fp32_products.keys() - FP32_FUNCTIONS
@@ -230,7 +230,7 @@ def decoding_model(variant: str, dtype: torch.dtype, *, int8: bool = False) -> T
 
 
 def check_decoding(gpu: FakeGPU, variant: str, way: str) -> None:
-    """Continue three ragged prompts by two tokens each, two at a time."""
+    """Generate two tokens after each of three prompts, in batches of two."""
     dtype, is_int8, cache_dtype, waits = DECODING[way]
     model = decoding_model(variant, DTYPES[dtype], int8=is_int8)
     cache = None if cache_dtype is None else model.new_cache(2, 16, cache_dtype, CUDA)
@@ -255,7 +255,7 @@ def test_int8_fp16_and_uncached_decoding_synchronize_only_in_listed_functions(gp
 
 
 def capture_notes(variant: str, capsys, *, int8: bool = False) -> str:
-    """Capture a decode step; return the note if it failed, or else an empty string."""
+    """Capture a decode step -> the note about a failure, or an empty string."""
     model = decoding_model(f"{variant} model.depth=1", torch.bfloat16, int8=int8)
     engine = Engine(model, SAMPLER, model.new_cache(2, 16, torch.bfloat16, CUDA))
     assert engine.can_capture
@@ -282,7 +282,7 @@ def test_a_decode_step_that_synchronizes_stays_eager(gpu, monkeypatch, capsys):
 
 
 def test_commands_run_on_a_gpu(gpu, command, story):
-    """Train, resume and generate by the commands."""
+    """Trains, resumes and generates with the commands."""
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     sizes = ("model=tiny", "model.depth=1", "context=16", "batch_tokens=128", "eval_tokens=129")
     options = (
@@ -310,12 +310,12 @@ def test_commands_run_on_a_gpu(gpu, command, story):
         assert capture.call_count == (way != ("--no-cache",))
 
 
-# Compilation. Graphs run without code generation; the tests check their number.
+# Compilation. Graphs run without code generation, and the tests check how many there are.
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Collects compiled graphs, which must cover whole functions."""
+    """Collect the compiled graphs, and forbid graph breaks."""
     torch._dynamo.reset()
     graphs = []
 
@@ -355,7 +355,7 @@ def check_compiled_decoding(variant: str, graphs: list) -> None:
 def test_training_evaluation_and_decoding_compile_to_one_graph_each(gpu, run_of, graphs, variant):
     run = run_of("bf16", *f"attention={variant}".split())
     check_compiled_training(run, graphs)
-    run.evaluator.evaluate(run.progress)  # without gradients, so with a separate graph
+    run.evaluator.evaluate(run.progress)  # without gradients, which requires a separate graph
     take_step(run)
     assert len(graphs) == 2, "the graphs of a training step and an evaluation"
     graphs.clear()
@@ -373,7 +373,7 @@ def test_compiled_layers_share_one_computation_of_cos_and_sin(gpu, run_of, graph
 
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, is_int8):
-    """Otherwise, its CUDA graph would copy weights or cache for every token."""
+    """Otherwise, the CUDA graph would copy weights or cache for every token."""
     model = decoding_model("gqa", torch.bfloat16, int8=is_int8)
     cache_dtype = torch.int8 if is_int8 else torch.bfloat16
     Engine(model, SAMPLER, model.new_cache(2, 16, cache_dtype, CUDA)).compile()
@@ -386,7 +386,7 @@ def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, is_in
     assert len(inputs) > 20 and not moving
 
 
-# GPUs that differ in their kernels.
+# GPUs that need different kernels.
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, is_in
     indirect=["gpu"],
 )
 def test_decode_kernels_overlap_on_hopper_and_later(gpu, monkeypatch, names, has_pdl):
-    """Only if this version of torch has the option: otherwise, torch.compile would refuse it."""
+    """The option is set only if this version of torch supports it."""
     options_of = []
 
     def record(function, *, options, **_):
@@ -420,7 +420,7 @@ def test_decode_kernels_overlap_on_hopper_and_later(gpu, monkeypatch, names, has
 def test_grouped_heads_are_expanded_without_flash_attention(
     gpu, run_of, monkeypatch, precision, is_grouped
 ):
-    """The fallback kernel for grouped heads would store all scores."""
+    """The fallback kernel for grouped heads would materialize all scores."""
     attend = kernels.F.scaled_dot_product_attention
     calls = []
 
@@ -443,7 +443,7 @@ def test_training_and_its_optimizer_use_the_fastest_dtype_of_the_gpu(gpu, dtype)
 
 
 def flex_attention_calls(graphs: list) -> list[torch.fx.Node]:
-    """The calls of FlexAttention in compiled graphs."""
+    """The calls to FlexAttention in compiled graphs."""
     nodes = [node for graph in graphs for node in graph.graph.nodes]
     return [node for node in nodes if "flex_attention" in str(node.target)]
 
@@ -461,7 +461,7 @@ def flex_attention_calls(graphs: list) -> list[torch.fx.Node]:
     indirect=["gpu"],
 )
 def test_flex_attention_reads_no_tensor_with_a_gradient(gpu, run_of, graphs, variant, count):
-    """Its backward would add to such a gradient by atomic operations, one per score."""
+    """The backward would accumulate such a gradient with one atomic addition per score."""
     check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
     calls = flex_attention_calls(graphs)
     assert len(calls) == count
@@ -476,7 +476,7 @@ def test_flex_attention_reads_no_tensor_with_a_gradient(gpu, run_of, graphs, var
     [("sliding_window", 1), ("gqa document_mask=true", 4), ("alibi document_mask=true", 4)],
 )
 def test_flex_attention_reads_positions_instead_of_a_mask(run_of, graphs, variant, rows):
-    """A mask for all pairs of tokens would take memory quadratic in the context."""
+    """A mask over all pairs of tokens would take memory quadratic in the context."""
     check_compiled_training(run_of("auto", *f"attention={variant}".split()), graphs)
     calls = flex_attention_calls(graphs)
     assert calls
@@ -495,16 +495,16 @@ def test_flex_attention_reads_positions_instead_of_a_mask(run_of, graphs, varian
     indirect=["gpu"],
 )
 def test_flex_attention_is_avoided_if_its_backward_exceeds_shared_memory(gpu, width, fits):
-    """At a width of 192 it takes 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
+    """At a head width of 192, it needs 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
     q = torch.zeros(1, 1, 1, width, device="cuda")
     assert kernels.can_flex_attention(q, q) is fits
 
 
-# Faults: the checks above must fail if one line of code is replaced.
+# Fault injection: the checks above must fail if one line of code is replaced.
 
 
 def replace_line(monkeypatch, function, line: str, replacement: str) -> None:
-    """Replace a line in the code of a function, for all that have imported it."""
+    """Replace a line in the code of a function, for all modules that have imported it."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(line) == 1, f"{function.__qualname__} has another code than {line!r}"
     names = {}
@@ -514,7 +514,7 @@ def replace_line(monkeypatch, function, line: str, replacement: str) -> None:
 
 
 EMBED = "x = self.embed(tokens)"
-# A function, a part of its code, and the replacement; then the check that fails and its message.
+# A function, a part of its code and the replacement; then the failing check and its message.
 FAULTS = {
     "a hidden .item()": (
         (Trainer.accumulate, "torch.stack(sums)", "torch.stack(sums) * sums[0].item()"),

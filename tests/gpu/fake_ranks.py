@@ -1,14 +1,14 @@
-"""Simulate training on many GPUs: the memory of a rank, and the bytes that it sends in a step.
+"""Simulate training on many GPUs: the memory of one rank and the bytes that it sends per step.
 
     python -m tests.gpu.fake_ranks 8 model=350m sharded=true micro_batch=4
 
 prints both for one of eight GPUs; the overrides are the same as for train.py.
 
-A rank is a process whose tensors have no values (tests/gpu/fake_cuda.py), in a process group that sends
-nothing (torch's backend "fake"). It runs the Trainer, so tensors and collectives, their sizes and
-their order equal a real run without torch.compile. Not included: buffers of NCCL and cuBLAS, and
-fragmentation of the allocator; and RMSNorm is computed by operations that keep one more fp32
-tensor than the fused kernel of a GPU.
+A rank is a process whose tensors have no values (tests/gpu/fake_cuda.py), in a process group that
+sends nothing (torch's "fake" backend). It runs the Trainer, so tensors and collectives have the
+sizes and the order of a real run without torch.compile. NCCL and cuBLAS buffers and allocator
+fragmentation are not included. RMSNorm is decomposed into operations that keep one more fp32 tensor
+than the fused GPU kernel.
 """
 
 import sys
@@ -36,7 +36,7 @@ from tests.gpu.fake_cuda import fake_cuda
 from training.steps import Progress
 from training.trainer import Trainer
 
-MICRO_BATCHES = 2  # per rank and step: gradients exist when the last forward begins
+MICRO_BATCHES = 2  # per rank and step, so that gradients exist when the last forward begins
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Step:
     held_bytes: int  # tensors on the device between two steps
     peak_bytes: int
     calls: Counter[str]  # number of collectives of each kind on device tensors
-    sent_bytes: float  # by these collectives, around a ring
+    sent_bytes: float  # by these collectives, with ring algorithms
 
 
 class RankMonitor(TorchDispatchMode):
-    """Counts current and peak bytes of storages on the device, and collectives."""
+    """Counts the current and peak bytes of device storages, and collectives."""
 
     def __init__(self, world_size: int, device: torch.device):
         super().__init__()
@@ -68,7 +68,7 @@ class RankMonitor(TorchDispatchMode):
 
     def __enter__(self):
         self.mode = active_fake_mode()
-        # FSDP frees the memory of tensors that it keeps by resizing storages, without an operation.
+        # FSDP frees memory by resizing the storages of tensors, which dispatches no operation.
         self.resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -88,7 +88,7 @@ class RankMonitor(TorchDispatchMode):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        # DTensor infers layouts by operations in another mode.
+        # DTensor infers layouts by running operations in a different fake mode.
         if active_fake_mode() is not self.mode:
             return result
         for x in tree_leaves(result):
@@ -112,13 +112,13 @@ class RankMonitor(TorchDispatchMode):
         self.live_bytes -= self.sizes.pop(address)
 
     def record_collective(self, name: str, arguments: list) -> None:
-        """Count a collective and the bytes that a rank sends: all parts but one, around a ring."""
+        """Count a collective and the bytes that a rank sends in a ring: all parts except one."""
         sizes = [x.nbytes for x in arguments if isinstance(x, Tensor) and x.device == self.device]
         name = name.partition(".")[0].replace("_", "")
         kinds = {"allgather": 1, "reducescatter": 1, "allreduce": 2, "broadcast": 1}
         for kind, rounds in kinds.items():
             if kind in name and sizes:
-                # Gathers and scatters have one tensor per part; the others only have the whole tensor.
+                # Gathers and scatters have a tensor per part; others only have the whole tensor.
                 part = min(sizes)
                 if kind in ("allreduce", "broadcast"):
                     part = sum(sizes) / self.world_size
@@ -128,7 +128,7 @@ class RankMonitor(TorchDispatchMode):
 
 @contextmanager
 def process_group(world_size: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world_size` ranks; the others do not exist."""
+    """Make this process rank 0 of `world_size` ranks, of which the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -159,7 +159,7 @@ def flash_attention(q, k, v, *, attn_mask, dropout_p, is_causal, scale, enable_g
 
 
 def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Like DDP's own all-reduce, but without waiting for a result, which the fake group lacks."""
+    """Like DDP's all-reduce, but without waiting for a result, which the fake group lacks."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -170,7 +170,7 @@ def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Ten
 def register_silu_backward() -> torch.library.Library:
     """Register a kernel of silu_backward for the device; it is never called.
 
-    A build of torch without CUDA has none, and would decompose the operation.
+    A build of torch without CUDA has no such kernel and would decompose the operation.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
@@ -179,7 +179,7 @@ def register_silu_backward() -> torch.library.Library:
 
 @contextmanager
 def gpu_of_a_rank() -> Iterator[None]:
-    """A fake GPU with streams and the attention kernel of a real GPU."""
+    """Simulate a GPU with streams and FlashAttention."""
     answers = {
         "torch.cuda.Stream": Stream,
         "torch.cuda.Event": Stream,
@@ -196,10 +196,10 @@ def gpu_of_a_rank() -> Iterator[None]:
 
 
 def simulate(*overrides: str, gpus: int) -> Step:
-    """Simulate a training step in bf16 with these overrides of train.py, on one of `gpus` GPUs.
+    """Simulate one bf16 training step with these overrides for train.py, on one of `gpus` GPUs.
 
-    DDP needs timers, which a fake GPU lacks: without sharded=true, several GPUs are replaced by
-    CPUs, which compute real values.
+    DDP needs timers, which a fake GPU lacks. Therefore, several GPUs without sharded=true are
+    replaced by CPUs, which compute real values.
     """
     settings = settings_of(*overrides, "precision=bf16")
     context = settings.context
@@ -217,13 +217,13 @@ def simulate(*overrides: str, gpus: int) -> Step:
         if gpus == 1 or settings.sharded:
             device = torch.device("cuda", 0)
             stack.enter_context(gpu_of_a_rank())
-            # Drawing initial values on the CPU would take minutes.
+            # Sampling initial values on the CPU would take minutes.
             stack.enter_context(patch("training.parallel.initial_values", lambda *args: []))
         monitor = stack.enter_context(RankMonitor(gpus, device))
         trainer = Trainer(settings, loader, DistEnv(0, gpus, device), bos=bos, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:
             trainer.parallel.register_comm_hook(None, all_reduce)
-        # The first step creates the optimizer's state, the second DDP's final buckets.
+        # The first step creates the optimizer state, and the second creates DDP's final buckets.
         progress = Progress()
         trainer.step(progress, settings.micro_batch)
         trainer.step(progress, settings.micro_batch)

@@ -1,4 +1,4 @@
-"""The memory and communication of a rank on simulated GPUs."""
+"""Memory and communication of a rank on simulated GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ def test_a_sharded_step_gathers_blocks_twice_and_reduces_gradients_once_per_micr
     numbers = 4 * len(PARAMETERS)
     sent = MICRO_BATCHES * (gathered + reduced) + 2 * numbers
     assert step.sent_bytes == pytest.approx(sent * (gpus - 1) / gpus)
-    # A rank holds its share of weights and moments, less than a full copy.
+    # Each rank holds only its shard of weights and moments.
     alone = simulate(*SMALL, CHECKPOINTED, gpus=1)
     assert step.held_bytes == pytest.approx(3 * 4 * (BLOCKS + OUTER) / gpus, rel=0.1)
     assert step.peak_bytes < alone.peak_bytes
@@ -56,10 +56,10 @@ def test_a_sharded_step_gathers_blocks_twice_and_reduces_gradients_once_per_micr
 
 def test_replicas_reduce_their_gradients_once_per_step():
     gpus = 8
-    # Computed on a CPU that may emulate bf16, so with few tokens.
+    # Use few tokens, because this runs on a CPU that may emulate bf16.
     step = simulate(*SMALL, "context=4", "micro_batch=1", gpus=gpus)
     gradients = 4 * (BLOCKS + OUTER)
-    numbers = 8  # the code of a signal
+    numbers = 8  # the signal code
     assert step.sent_bytes == pytest.approx(2 * (gradients + numbers) * (gpus - 1) / gpus)
     assert step.calls.keys() == {"allreduce"}
 
@@ -87,7 +87,7 @@ def test_a_collective_sends_all_but_one_part_around_the_ring(name, rounds):
     assert monitor.sent_bytes == rounds * 400 * 3 / 4
 
 
-# Compilation, on one rank with real collectives. Graphs run without code generation.
+# Compilation on one rank with real collectives. Graphs run without code generation.
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def lone_rank() -> Iterator[None]:
 def drawn_gradients(
     monkeypatch, settings: Settings, is_compiled: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """The gradients for two texts, with all weights drawn at random, and the number of graphs."""
+    """Compute gradients for two texts with random weights -> gradients, number of graphs."""
     ranks = DistEnv(0, 1 if settings.sharded else 2, torch.device("cpu"))
     loss_module, parallel = build_parallel(settings, ranks, torch.float32, bos=0)
     drawn = dict(redraw(build_model(settings.model, "cpu", seed=None)).named_parameters())
@@ -151,7 +151,7 @@ def test_compiled_ranks_compute_the_same_gradients_as_eager_ranks(
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**16)
     words = (f"attention={variant}", "model.depth=3", "data.vocab_size=128", "context=64")
     settings = settings_of("model=tiny", *words, f"sharded={sharded}")
-    # An earlier test with a failed compilation disables compilation in this process.
+    # An earlier test in which compilation failed may have disabled it in this process.
     with lone_rank(), torch.compiler.set_stance("default"):
         expected, _ = drawn_gradients(monkeypatch, settings, is_compiled=False)
         found, count = drawn_gradients(monkeypatch, settings, is_compiled=True)

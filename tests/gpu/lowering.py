@@ -1,8 +1,8 @@
-"""Lower the training and decode steps for a GPU without having one, and build their kernels.
+"""Lower the training and decode steps for a GPU on a machine without one, and build their kernels.
 
 Tensors are fake, so neither GPU memory nor a driver is needed. Inductor generates the same code as
 on a machine with the GPU, and Triton and ptxas compile the kernels; no kernel is launched.
-Needs a CUDA build of torch, with its Triton: docs/gpu.md.
+Requires a CUDA build of torch with its Triton; see docs/gpu.md.
 
     python -m tests.gpu.lowering training attention=gqa model=124m model.depth=2 context=1024
 """
@@ -40,17 +40,17 @@ from training.parallel import checkpoint_activations, configure_compiler
 
 @dataclass(frozen=True)
 class GPU:
-    """The limits of a GPU: NVIDIA's CUDA C++ Programming Guide, technical specifications."""
+    """The limits of a GPU, from the technical specifications in the CUDA C++ Programming Guide."""
 
     name: str
     capability: int  # 90 is sm_90
     multiprocessors: int
     threads: int  # per multiprocessor
-    shared_memory: int  # bytes of a block
+    shared_memory: int  # bytes per block
 
     @property
     def properties(self) -> SimpleNamespace:
-        """What torch.cuda.get_device_properties returns."""
+        """The return value of torch.cuda.get_device_properties."""
         return SimpleNamespace(
             name=self.name,
             major=self.capability // 10,
@@ -87,7 +87,7 @@ PRECISIONS = {
 
 
 FLASH_ATTENTION = r"ops\.aten\._scaled_dot_product_flash_attention\w*\.default\("
-# Kernel launches in generated code: Triton kernels, library kernels, and kernels of torch.
+# Kernel launches in generated code: Triton, library and torch kernels.
 LAUNCH = re.compile(r"\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.")
 
 TRIGONOMETRIC = re.compile(r"\b(cos|sin)\(")
@@ -101,16 +101,16 @@ class Graph:
     compiled: object  # torch._inductor.output_code.CompiledFxGraph
     static_inputs: set[int]  # inputs with fixed addresses
     input_names: list[str]
-    output_names: list[str | None]  # None: not a tensor
+    output_names: list[str | None]  # None for outputs that are not tensors
     inputs: list = field(default_factory=list)  # of the last call
 
     def reasons_against_capture(self) -> list[str]:
-        """Why the graph cannot be one CUDA graph; empty if it can."""
+        """The reasons why the graph cannot be a single CUDA graph; empty if it can."""
         reasons = list(self.compiled.cudagraph_info.cudagraph_fail_reasons)
         moving = set(self.compiled.mutated_input_idxs) - self.static_inputs
         if moving:
             reasons.append(f"mutated inputs that are not static: {sorted(moving)}")
-        # Captured code is in separate functions.
+        # Captured code is placed in separate functions.
         num_partitions = len(re.findall(r"def partition_\d+\(", self.code))
         rest = self.code.partition("\n    def call(")[2]
         if num_partitions != 1 or LAUNCH.search(rest):
@@ -120,14 +120,14 @@ class Graph:
 
 @dataclass
 class Lowering:
-    """The graphs of a step, and its Triton kernels."""
+    """The graphs of a step and its Triton kernels."""
 
     graphs: list[Graph] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)  # source -> name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the inputs of the step
 
     def count_atomic_flex_attention(self) -> int:
-        """The number of FlexAttention kernels with atomic additions."""
+        """The number of FlexAttention kernels that use atomic additions."""
         count = 0
         for source, name in self.kernels.items():
             if "flex_attention" in name and "atomic_add" in source:
@@ -139,13 +139,13 @@ class Lowering:
         return sum(bool(TRIGONOMETRIC.search(source)) for source in self.kernels)
 
     def count(self, call: str) -> int:
-        """The number of matches of a call pattern in the code."""
+        """The number of matches of a call pattern in the generated code."""
         return sum(len(re.findall(call, graph.code)) for graph in self.graphs)
 
 
 @contextmanager
 def lowering_for(gpu: GPU) -> Iterator[Lowering]:
-    """Inside, torch.compile lowers for `gpu`, and tensors on cuda are fake."""
+    """Make torch.compile lower for `gpu`, with fake tensors on cuda."""
     from torch._inductor import compile_fx as inductor
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.graph import GraphLowering
@@ -180,7 +180,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
 
     torch._dynamo.reset()
     with ExitStack() as stack:
-        # The math kernel of attention must compute as on a real GPU.
+        # The math kernel of attention must use the same dtypes as on a real GPU.
         reduces_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
         stack.enter_context(fake_cuda())
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduces_in_half)
@@ -194,7 +194,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
             "compile_threads": 1,
             "joint_graph_constant_folding": False,
             "shape_padding": False,
-            # Kernels that differ only in their names are built once, through Triton's disk cache.
+            # Kernels that differ only in their names are built once, thanks to Triton's disk cache.
             "triton.unique_kernel_names": False,
         }
         stack.enter_context(torch._inductor.config.patch(settings))
@@ -204,7 +204,7 @@ def lowering_for(gpu: GPU) -> Iterator[Lowering]:
 
 @contextmanager
 def gpu_present(gpu: GPU) -> Iterator[None]:
-    """Inside, torch and Triton detect this GPU and a driver. Only one kind of GPU per process."""
+    """Make torch and Triton detect this GPU and a driver; only one kind of GPU per process."""
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -258,7 +258,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", constant(0)))
         stack.enter_context(patch.object(driver, "_active", Driver()))
 
-        # torch would query the GPU to choose a kernel of scaled_dot_product_attention.
+        # torch would query the GPU to select a kernel for scaled_dot_product_attention.
         attention = torch.ops.aten.scaled_dot_product_attention.default
         kernels = {torch._C.DispatchKey.CompositeImplicitAutograd: fused_attention}
         stack.enter_context(patch.dict(attention.py_kernels, kernels))
@@ -268,7 +268,7 @@ def gpu_present(gpu: GPU) -> Iterator[None]:
 
 
 class GeneratorOfGPU(torch.Generator):
-    """Replaces the GPU's generator, whose state a recomputed forward shares with the first one."""
+    """Replaces the GPU's generator; a recomputed forward shares its state with the first one."""
 
     device = torch.device("cuda", 0)
 
@@ -292,12 +292,12 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute scaled_dot_product_attention by the kernel that torch selects for the arguments.
+    """Compute scaled_dot_product_attention with the kernel that torch selects for the arguments.
 
-    FlashAttention needs Ampere and supports neither masks nor fp32, and the memory-efficient kernel
-    supports no grouped queries; all other or disabled cases use matrix products and a softmax. As in
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except cuDNN, which torch may prefer for a
-    major capability of 9 or 10.
+    FlashAttention requires Ampere and supports neither masks nor fp32, and the memory-efficient
+    kernel does not support grouped queries. All other cases use matrix products and a softmax. The
+    rules are from aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except for cuDNN, which
+    torch may prefer for a major capability of 9 or 10.
     """
     aten = torch.ops.aten
     is_half = q.dtype in (torch.float16, torch.bfloat16)
@@ -322,11 +322,11 @@ def fused_attention(
 
 
 def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowering:
-    """Lower forward and backward of a micro-batch, as `compile_model` compiles them.
+    """Lower the forward and backward of a micro-batch, compiled as in `compile_model`.
 
-    The last graph is the forward of an evaluation, without gradients.
+    The last graph is the forward of an evaluation without gradients.
 
-    Raises an error of Dynamo at a graph break.
+    Raises Dynamo's error at a graph break.
     """
     bos = 1 if settings.document_mask else None
     with lowering_for(gpu) as lowering:
@@ -355,7 +355,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
 
 
 def lower_decoding(settings: Settings, gpu: GPU) -> Lowering:
-    """Lower a decode step of one row, with its sampling, as generate.py compiles it."""
+    """Lower a decode step for one row, including sampling, compiled as in generate.py."""
     sampler = partial(sample, temperature=0.8, top_k=50, top_p=0.95)
     with lowering_for(gpu) as lowering:
         model = build_model(settings.model, "cuda", dtype=torch.bfloat16, seed=None)
@@ -413,7 +413,7 @@ def whole_pattern(settings: Settings) -> int:
 
 
 def main() -> None:
-    """Lower a step, build its kernels and print a line of JSON."""
+    """Lower a step, build its kernels and print a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("step", choices=["training", "decoding"])
     parser.add_argument("--gpu", choices=GPUS, default="sm_90")

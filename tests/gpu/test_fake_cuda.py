@@ -1,7 +1,7 @@
-"""Run the tests of fake GPUs in a separate process.
+"""Run the fake GPU tests in a separate process.
 
-The first backward of a process starts one autograd thread per known device, and a process with
-such threads cannot be forked, as other tests do.
+The first backward in a process starts one autograd thread per known device. A process with such
+threads cannot be forked, but other tests fork theirs.
 """
 
 import subprocess

@@ -1,8 +1,8 @@
 """Acceptance tests for a GPU: pytest -m gpu.
 
 They take about fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10), mostly for
-compilation. ATTEND_TEST_GPU=cpu tries the tests themselves on a CPU, with short contexts and a
-backend of torch.compile that generates no code.
+compilation. ATTEND_TEST_GPU=cpu runs the tests on a CPU, with short contexts and a torch.compile
+backend that generates no code.
 """
 
 import json
@@ -33,9 +33,9 @@ IS_GPU = DEVICE.type == "cuda"
 CONTEXTS = (64, 257, 1024) if IS_GPU else (64, 130)  # 130 needs two blocks of 128
 BACKEND = "inductor" if IS_GPU else "aot_eager"
 BOS = 0
-# fp32 products in another order differ by about 1e-6, products in TF32 by 1e-3.
+# Reordered fp32 products differ by about 1e-6, and TF32 products by 1e-3.
 FP32_BOUND = 1e-4
-BF16_SLACK = 0.02  # if eager bf16 happens to be nearly exact
+BF16_SLACK = 0.02  # in case eager bf16 happens to be nearly exact
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """Full fp32 products, as on a CPU, and deterministic kernels."""
+    """Use full fp32 products, as on a CPU, and deterministic kernels."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -86,7 +86,7 @@ def gradients(
 
 
 def differences(found: dict, expected: dict) -> dict[str, float]:
-    """For each parameter, the norm of the difference relative to the gradient's norm; NaN for NaN."""
+    """The norm of each gradient's difference relative to the gradient's norm; NaN for NaN."""
     assert found.keys() == expected.keys()
     return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
 
@@ -114,7 +114,7 @@ def test_compiled_bf16_gradients_are_as_accurate_as_eager_ones(variant):
     expected = gradients(*case)
     eager = gradients(*case, device=DEVICE, precision=torch.bfloat16)
     compiled = gradients(*case, device=DEVICE, precision=torch.bfloat16, is_compiled=True)
-    # Bounded by twice the eager error, and below 1, the difference of a zero gradient.
+    # Bounded by twice the eager error, and below 1, the relative difference of a zero gradient.
     bounds = {}
     for name, difference in differences(eager, expected).items():
         bounds[name] = min(2 * difference + BF16_SLACK, 0.99)
@@ -124,7 +124,7 @@ def test_compiled_bf16_gradients_are_as_accurate_as_eager_ones(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_greedy_tokens_match_the_cpu(variant, is_compiled):
-    """Three texts in two rows: a row is reused while the step stays compiled."""
+    """Decodes three texts in two rows, so one row is reused without recompilation."""
     model = drawn_model(variant)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
     expected = conftest.continued(model, prompts, 20)
@@ -134,7 +134,7 @@ def test_greedy_tokens_match_the_cpu(variant, is_compiled):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_captured_steps_generate_the_same_tokens_as_eager_steps(variant, capsys):
-    """Decode like `generate.py`: three texts in two rows, beyond the context, without a note."""
+    """Decodes three texts in two rows beyond the context, as in generate.py, without a note."""
     model = drawn_model(variant).to(DEVICE)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
     expected = conftest.continued(model, prompts, 80, rows=2)
@@ -148,9 +148,9 @@ def test_captured_steps_generate_the_same_tokens_as_eager_steps(variant, capsys)
 def decoded_logits(
     model: torch.nn.Module, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Logits (T, B, V) of tokens that are decoded one by one, returned in float64 on the CPU.
+    """Decode tokens one by one -> logits (T, B, V) in float64 on the CPU.
 
-    If the cache is in int8, so are the weights.
+    The weights are int8 if the cache is.
     """
     model = deepcopy(model).to(device, dtype)
     quantize.optimize_for_decoding(model, int8=cache_dtype == torch.int8)
@@ -228,7 +228,7 @@ def test_a_run_resumes_bit_for_bit(run_of, monkeypatch, optimizer):
             take_step(whole)
             if step == 2:
                 whole.checkpointer.save(whole.progress)
-        # The checkpoint of step 3 is the only one.
+        # Step 3 has the only checkpoint.
         again = run_of(*words, "resume=true", folder="whole")
         assert again.progress.step == 3
         for _ in range(3):
@@ -254,6 +254,6 @@ def test_training_on_two_gpus_matches_one(command, story, tmp_path, sharded):
         f"sharded={sharded}",
     ]
     subprocess.run(start, cwd=tmp_path, check=True, timeout=conftest.LONG)
-    # Gradients are summed in another order, and train.py uses TF32 products.
+    # Gradients are summed in a different order, and train.py uses TF32 products.
     expected = losses_of(tmp_path / "alone")
     assert losses_of(tmp_path / "both") == pytest.approx(expected, abs=2e-3)

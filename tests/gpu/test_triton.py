@@ -1,6 +1,6 @@
 """Compile every preset for a GPU with Inductor and Triton: pytest -m triton. No GPU is needed.
 
-Each test is a separate process, because torch and Triton cache the detected GPU.
+Each test runs in a separate process, because torch and Triton cache the detected GPU.
 """
 
 import json
@@ -32,7 +32,7 @@ CASES = [
 
 
 def run(module: str, *arguments: str) -> dict:
-    """Run a module of the tests -> the JSON that it prints."""
+    """Run a test module as a command -> the JSON that it prints."""
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(
@@ -55,7 +55,7 @@ OTHER_GPUS = [
 
 
 def lower(step: str, case: str, gpu: str = "sm_90") -> dict:
-    """Lower a step with all kinds of layers, and check that each kernel fits on the GPU."""
+    """Lower a step with every kind of layer, and check that each kernel fits on the GPU."""
     preset, *more = case.split()
     depth = whole_pattern(settings_of(f"attention={preset}"))
     sizes = ("model=124m", f"model.depth={depth}", "context=1024", "micro_batch=8")
@@ -73,7 +73,7 @@ def lower(step: str, case: str, gpu: str = "sm_90") -> dict:
 @pytest.mark.parametrize("case", CASES)
 def test_training_and_evaluation_lower_to_three_graphs_whose_kernels_fit(case):
     report = lower("training", case)
-    assert report["graphs"] == 3  # forward and backward, and forward without gradients
+    assert report["graphs"] == 3  # forward, backward, and a forward without gradients
     # Plain causal attention is one kernel in each of the two layers of each graph.
     if case in ("gqa", "mha", "mqa"):
         assert report["flash_attention"] == 6

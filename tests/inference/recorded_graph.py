@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: record operations with their tensors and replay them."""
+"""Emulate CUDA graphs on a CPU by recording operations and replaying them on the same tensors."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,8 +14,8 @@ READS = ("aten::_local_scalar_dense", "aten::equal")  # .item(), bool(), int(), 
 class RecordedGraph(TorchDispatchMode):
     """Replaces torch.cuda.CUDAGraph: `replay` repeats the recorded operations on the same memory.
 
-    Like a graph, it sees a new value only if it is written to a recorded tensor. If the host reads
-    a value during recording, it raises CUDA's error.
+    As with a real graph, a new value has an effect only if it is written to a recorded tensor. If
+    the host reads a value during recording, CUDA's error is raised.
     """
 
     def __init__(self):
@@ -51,7 +51,7 @@ def tensors_of(result: object) -> list[Tensor]:
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Inside, torch.cuda records operations of the CPU."""
+    """Make torch.cuda record CPU operations as graphs."""
     replacements = {
         "CUDAGraph": RecordedGraph,
         "graph": lambda graph, stream: graph,

@@ -23,7 +23,7 @@ GREEDY = " --temperature 0 --max-new-tokens "
 
 @pytest.fixture
 def generate(command, drawn_run):
-    """Run generate.py with a prompt and options; a batch and a single row are summed in the same order."""
+    """Run generate.py with a prompt and options; sums have the same order for a batch and a row."""
     return lambda prompt, words="", *more: command(
         "generate.py", "--device=cpu", *words.split(), *more, prompt
     )
@@ -65,7 +65,7 @@ def test_underscores_in_options_are_read_as_dashes(generate):
     assert generate("--top_k", "--temperature 0 --max-new-tokens 2 --stop a_b --").code == 0
 
 
-# Options of other programs and typos: the first fix.
+# Options of other programs and misspelled options, with the first suggested fix.
 OPTIONS = {
     "--temp 0.5": "--temperature 0.5",
     "--max_tokens=5": "--max-new-tokens 5",
@@ -118,11 +118,11 @@ def test_a_flag_with_a_value_is_refused(command):
 def test_a_run_path_is_refused_as_a_prompt(command, drawn_run):
     result = command("generate.py", str(drawn_run))
     assert result.code == 2 and result.err.endswith(". fix: --run runs/drawn PROMPT\n")
-    # The name of a run may be a prompt.
+    # The name of a run is a valid prompt.
     command("generate.py", "drawn", "--max-new-tokens", "2").succeeded()
 
 
-# Paths that are not a run, and the run that is suggested.
+# Paths that are not a run, with the suggested run.
 NO_RUNS = {
     "runs/drawn/ckpt.pt": "runs/drawn",
     "runs/drawn/checkpoints": "runs/drawn",
@@ -143,7 +143,7 @@ def test_the_error_for_a_wrong_path_suggests_the_nearest_run(drawn_run, path):
 
 
 def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
-    """On standard error, in its own line if the text goes elsewhere."""
+    """The prompt is on standard error, in a separate line if standard output is redirected."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = generate("Ann had", GREEDY + "3")
     assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
@@ -164,7 +164,7 @@ def test_attention_maps_are_drawn(command, tokenizer, variant, others):
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
     command(*words, "map.png").succeeded()
     assert Path("map.png").read_bytes().startswith(b"\x89PNG")
-    # The picture labels axes and tokens, and names layers without a map.
+    # The figure labels axes and tokens, and names the layers without a map.
     command(*words, "map.svg").succeeded()
     texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text(encoding="utf-8"))
     assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
@@ -186,7 +186,7 @@ def test_a_ragged_batch_generates_the_same_texts_as_separate_prompts(generate, t
 def test_several_texts_are_printed_under_their_prompts(generate):
     prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
     texts = [generate(prompt, GREEDY + "5").out for prompt in prompts]
-    assert not any("---" in text for text in texts)  # a single text on a pipe has no heading
+    assert not any("---" in text for text in texts)  # a single text in a pipe has no heading
     names = ["Ann had", "a tab " + "and more " * 7 + "a", "<s>"]
     expected = ""
     for number in range(6):
@@ -222,7 +222,7 @@ def test_stream_text_yields_after_every_token(drawn_run):
         assert texts[-1] == whole
         for earlier, later in pairwise(texts):
             assert later.startswith(earlier)
-    # The caller may stop at any token.
+    # The caller may stop after any token.
     first = next(stream_text(model, tokenizer, "Ann had", **options))
     assert first.sequence.num_generated == 1 and expected[0].startswith(first.text)
 
@@ -240,7 +240,7 @@ def test_low_precision_weights_generate_text(generate, dtype):
 @pytest.mark.parametrize(
     "is_ended, stops, expected, reason",
     [
-        (True, ["old map"], "Ann had an old", "eos"),  # also a possible beginning of a stop text
+        (True, ["old map"], "Ann had an old", "eos"),  # the end of the text could begin a stop text
         (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins and ends inside tokens
     ],
 )

@@ -1,4 +1,4 @@
-"""Products of a few tokens equal float64 in every implementation; optimizing for decoding keeps the logits."""
+"""Products for a few tokens match float64, and optimizing for decoding preserves the logits."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_products_match_float64(compiled, outputs, inputs, tokens, dtype, error,
         assert few.levels.dtype == torch.int8
         scale = (
             linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
-        )  # half a step, and a rounded scale
+        )  # half a quantization step, and the rounding of the scale
         assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
     weight = few.weight.double()
     rounded = x.double()
@@ -50,7 +50,7 @@ def test_products_match_float64(compiled, outputs, inputs, tokens, dtype, error,
 
 
 def round_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) in fp32 -> its vectors rounded to 127 levels of either sign, in float64."""
+    """x (..., N) in fp32 -> vectors rounded to 127 levels of either sign, in float64."""
     largest = x.abs().amax(dim=-1, keepdim=True)
     levels = (x * (127 / largest)).round()
     return levels.double() * largest.double() / 127
@@ -59,7 +59,7 @@ def round_to_int8(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", ["zeros", "extremes", "cancelled", "infinite", "nan"])
 @pytest.mark.parametrize("inputs", [70, 4096])
 def test_int8_products_handle_extreme_inputs(compiled, case, inputs):
-    """Zeros, the largest sums, sums that cancel, and inputs that are not finite."""
+    """Tests zeros, the largest sums, sums that cancel out, and non-finite inputs."""
     x = torch.zeros(1, inputs)
     expected = torch.zeros(1, 3)
     if case == "extremes":
@@ -100,7 +100,7 @@ def test_optimizing_for_decoding_preserves_the_logits(compiled, variant, tied):
         )
         assert (
             0 < (rounded(tokens) - exact).std() < 0.2 * exact.std()
-        )  # of random weights; the cost in nats is below
+        )  # for random weights; the cost in nats is tested below
     assert not any(type(module) is Linear for module in model.modules())
 
 
@@ -123,5 +123,5 @@ def test_int8_weights_cost_less_than_a_hundredth_of_a_nat(run_of):
             nats.append(
                 F.cross_entropy(run.trainer.model(inputs).flatten(0, 1), targets.flatten()).item()
             )
-    # For 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, which change by at most 0.0002.
+    # Over 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, changed by at most 0.0002.
     assert nats[0] < 1 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01

@@ -1,4 +1,4 @@
-"""Sampling draws from exactly the distribution that its options define."""
+"""Tokens are sampled from exactly the distribution that the options define."""
 
 from functools import partial
 from unittest import mock
@@ -19,7 +19,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
 
 def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
-    """Draw the first token of a text for each row."""
+    """Sample the first token of a text for each row."""
     return sample(
         logits,
         seed + torch.arange(len(logits)),
@@ -34,7 +34,7 @@ def frequencies(**knobs) -> torch.Tensor:
 
 
 def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
-    """By definition: a softmax over the `kept` likeliest tokens."""
+    """The expected probabilities: a softmax over the `kept` most likely tokens."""
     weights = [(LOGITS[0, i] / temperature).exp().item() if i < kept else 0.0 for i in range(6)]
     return torch.tensor(weights) / sum(weights)
 
@@ -46,7 +46,7 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({"temperature": 0.5}, 6),
         ({"top_k": 3}, 3),
         ({"top_k": 100}, 6),
-        ({"top_p": 0.5}, 1),  # the likeliest token has 0.55
+        ({"top_p": 0.5}, 1),  # the most likely token has a probability of 0.55
         ({"top_p": 0.6}, 2),
         ({"top_p": 1e-9}, 1),
         ({"min_p": 0.2}, 3),  # e^0 1, e^-1 0.37, e^-1.5 0.22, e^-2 0.14
@@ -97,7 +97,7 @@ def test_a_repetition_penalty_lowers_seen_tokens_for_logits_of_either_sign(logit
 
 @torch.no_grad()
 def penalized(model: torch.nn.Module, prompt: list[int], window: list[int], most: int) -> list[int]:
-    """Continue a prompt with the penalty of transformers; the model reads only a window."""
+    """Continue a prompt greedily with transformers' penalty; the model reads only a window."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     penalty = RepetitionPenaltyLogitsProcessor(PENALTY)
@@ -118,7 +118,7 @@ PENALTY = 3.0
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 4])
 def test_a_repetition_penalty_includes_tokens_beyond_the_context(rows):
-    """Without a cache, and with one whose rows are reused."""
+    """Tests decoding without a cache, and with a cache whose rows are reused."""
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double()
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(128, (n,), generator=draw).tolist() for n in (5, 60, 64)]
@@ -188,10 +188,10 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
-    """Calls share compiled code; there are fewer rows than texts, and one text exceeds the context."""
+    """Calls share compiled code; one text exceeds the context, and texts share rows."""
     torch._dynamo.reset()
     counters.clear()
-    # AOTAutograd for greedy decoding and for the options that use everything.
+    # Use AOTAutograd only for greedy decoding and for the combination of all options.
     is_whole = options in (OPTIONS[0], OPTIONS[-1])
     compile_without_inductor(monkeypatch, "aot_eager" if is_whole else "eager")
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
@@ -215,7 +215,7 @@ def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
 
 @pytest.mark.parametrize("capacity", [8, 200, 300])
 def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
-    """Capacities below and above the number of slots that are read at a time, with several rows."""
+    """Tests capacities below and above the number of slots that are read at a time."""
     compile_without_inductor(monkeypatch)
     torch._dynamo.reset()
     model = redraw(instantiate(tree_of("gqa", f"context={capacity}"))).double()
@@ -254,7 +254,7 @@ def engine_of_two_rows(sampler=greedy) -> Engine:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_captured_decoding_matches_eager_decoding(options):
-    """Three texts in two rows; one text exceeds the context."""
+    """Decodes three texts in two rows; one text exceeds the context."""
     model = engine_of_two_rows().model
     prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
     sampler = partial(sample, **options)
@@ -264,7 +264,7 @@ def test_captured_decoding_matches_eager_decoding(options):
 
 
 def test_a_captured_step_does_not_call_the_model():
-    """Three texts in two rows, with one replay per step."""
+    """Decodes three texts in two rows, with one replay per step."""
     engine = engine_of_two_rows(partial(sample, temperature=1.5))
     with recorded_graphs():
         engine.capture()
@@ -273,7 +273,7 @@ def test_a_captured_step_does_not_call_the_model():
     for _ in engine.generate([Sequence([1, 2], 10, seed=n) for n in range(3)]):
         pass
     assert not calls
-    # Each text has 10 tokens; the first one comes from its prefill.
+    # Each text has 10 new tokens, the first of which comes from the prefill.
     assert engine.graph.num_replays == 2 * 9
     assert not engine.can_capture
 

@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text, and prompts must be valid text."""
+"""Streamed text matches text decoded at once, and prompts must be valid UTF-8."""
 
 import io
 import random
@@ -77,7 +77,7 @@ def test_streamed_text_equals_all_tokens_decoded_at_once(kind, tmp_path):
     for tokens in sequences:
         for cut in (0, len(tokens) // 2):
             before = tokenizer.decode(tokens[:cut])
-            if not before.endswith("\ufffd"):  # a prompt is valid text
+            if not before.endswith("\ufffd"):  # prompts are valid text
                 after = tokenizer.decode(tokens)[len(before) :]
                 assert streamed(tokenizer, tokens[:cut], tokens[cut:]) == after, tokens
 
@@ -90,7 +90,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     with patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
         for stream in detokenize(generated, tokenizer, []):
             text = stream.text
-    assert decode.call_count <= 1 + 2 * len(tokens)  # a decode per token would be slow
+    assert decode.call_count <= 1 + 2 * len(tokens)  # not all tokens for each new one
     return text
 
 

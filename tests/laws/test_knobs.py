@@ -1,4 +1,4 @@
-"""The laws hold for random combinations of knobs, also for those without a yaml."""
+"""The laws hold for random combinations of knobs, including combinations without a yaml."""
 
 import random
 
@@ -67,7 +67,7 @@ def recurrent(draw: random.Random, heads: int) -> dict:
 
 
 def drawn(seed: int) -> dict:
-    """A model of two layers, whose attentions differ half of the time."""
+    """A model config of two layers, which have different attentions half of the time."""
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
     kinds = [
@@ -78,7 +78,7 @@ def drawn(seed: int) -> dict:
     mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
     kinds.sort(
         key=lambda kind: "cross_layer" not in kind["_target_"]
-    )  # one that takes from its own kind is alone
+    )  # a layer that reads an earlier layer of its kind cannot be mixed with other kinds
     attention = (
         kinds[0]
         if "cross_layer" in kinds[0]["_target_"] or draw.random() < 0.5

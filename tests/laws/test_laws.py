@@ -1,6 +1,7 @@
 """The contract of every attention variant. A new yaml in configs/attention is tested automatically.
 
-Computed in fp64, where two orders of summation agree to 1e-7: a larger difference is an error.
+Results are computed in fp64, where different orders of summation agree to 1e-7, so a larger
+difference is an error.
 """
 
 import re
@@ -34,11 +35,11 @@ from train import take_step
 
 
 def compiled_cases() -> list[tuple[str, str]]:
-    """Pairs of variant and backend: AOTAutograd for the first preset of each class, and for tied weights.
+    """Pairs of variant and backend: AOTAutograd for each class's first preset and tied weights.
 
-    Other presets only change the values of a class: their graphs run as Dynamo captured them, which
-    shows graph breaks in a third of the time. Equal layers compile to equal graphs, so a model has one
-    layer of each kind, and a short context, which texts soon exceed.
+    Other presets only change the arguments of a class, so their graphs run as captured by Dynamo.
+    This detects graph breaks in a third of the time. Equal layers compile to equal graphs, so a
+    model has one layer of each kind. Its context is short, so that texts soon exceed it.
     """
     sizes = "model.depth=1 context=16"
     cases = []
@@ -63,7 +64,7 @@ def new_cache(model, batch=3, capacity=16):
 
 
 def feed(model, cache, tokens, chunks, padding=None):
-    """Logits of tokens (B, T) read in chunks of these lengths, after `padding` (B,) columns."""
+    """Read tokens (B, T) in chunks of these lengths after `padding` (B,) columns -> logits."""
     logits = []
     for part in tokens.split(chunks, dim=1):
         pad = None if padding is None else padding.clamp(max=part.shape[1])
@@ -118,7 +119,7 @@ def test_a_cache_is_never_reallocated(model):
 def test_tokens_of_a_chunk_occupy_distinct_slots():
     padding = torch.tensor([2, 12, 0])
     slots = ForwardContext(TOKENS, torch.tensor([0, 0, 50]), padding).cache_slots(5)
-    for row in slots:  # on a GPU, two writes to one slot happen in any order
+    for row in slots:  # on a GPU, the order of two writes to the same slot is undefined
         assert row.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -127,7 +128,7 @@ def test_packed_documents_match_separate_documents(model):
     apart = torch.cat((model(TOKENS[:, :6]), model(TOKENS[:, 6:])), dim=1)
     close(
         model(TOKENS, documents=documents), apart, rtol=1e-4, atol=1e-4
-    )  # other angles, of fp32 tables
+    )  # rotary angles differ, and their tables are fp32
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_packed_documents_match_separate_documents(model):
 )
 def test_a_low_precision_cache_is_nearly_exact(model, dtype, error):
     for module in model.modules():
-        if hasattr(module, "topk"):  # the choice between nearly equal keys may differ
+        if hasattr(module, "topk"):  # the selection among nearly equal keys may differ
             module.topk = 16
     logits = feed(model, model.new_cache(3, 16, dtype, "cpu"), TOKENS, (6, 1, 1, 5))
     assert (logits - model(TOKENS)).std() < error * logits.std()
@@ -173,7 +174,7 @@ def test_cache_bytes_equal_the_allocated_bytes(model, capacity):
 
 
 def num_graphs(model) -> int:
-    """The graphs of a decode step: two if the first step reads fewer slots than a layer chooses, else one."""
+    """The number of decode graphs: two if the first step reads fewer slots than a layer selects."""
     chosen = [getattr(block.attention, "num_chosen", 0) for block in model.blocks]
     return 1 + any(4 <= number < model.context for number in chosen)
 
@@ -189,7 +190,7 @@ def test_a_decode_step_compiles_once(model, backend, monkeypatch):
 
 
 def test_a_captured_decode_step_matches_the_eager_step(model):
-    """The same operations on the same memory, with rows that are reused, beyond the context."""
+    """Replays the same operations on the same memory, beyond the context and with reused rows."""
     with recorded_graphs():
         captured = continued(model, PROMPTS, 20, rows=2, captured=True)
     assert captured == continued(model, PROMPTS, 20)
@@ -197,7 +198,7 @@ def test_a_captured_decode_step_matches_the_eager_step(model):
 
 def test_eight_ragged_fp32_rows_generate_the_same_tokens_as_each_row_alone(model):
     model = model.float()
-    quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # if there is a compiler
+    quantize.load_matvec(ROOT / ".cache", cpp_compiler())  # only if there is a compiler
     quantize.optimize_for_decoding(model, int8=False)
     prompts = TOKENS.flatten().split([1, 2, 3, 4, 5, 6, 7, 11])
     prompts = [prompt.tolist() for prompt in prompts]
@@ -223,7 +224,7 @@ def test_a_thousand_tokens_cause_no_recompilation(model):
 
 @pytest.mark.parametrize("temperature, eos", [(0, ()), (2.0, range(10))])
 def test_generated_text_does_not_depend_on_batching_or_the_cache(model, temperature, eos):
-    """Beyond the context, with fewer rows than texts."""
+    """Texts exceed the context, and there are fewer rows than texts."""
     draw = partial(sample, temperature=temperature, repetition_penalty=1.2)
     random = Random(0)
     prompts = [random.choices(range(128), k=length) for length in (1, 40, 63, 7, 61)]
@@ -277,7 +278,7 @@ def test_samples_of_the_same_prompt_share_its_prefill(model, monkeypatch):
 
 
 def test_every_variant_runs_in_bf16(model):
-    for parameter in model.parameters():  # but not buffers, as in loading a checkpoint in bf16
+    for parameter in model.parameters():  # but not buffers, as when loading a checkpoint in bf16
         parameter.data = parameter.data.bfloat16()
     cache = model.new_cache(3, 16, torch.bfloat16, "cpu")
     assert feed(model, cache, TOKENS, (6, 1, 6)).isfinite().all()

@@ -17,7 +17,7 @@ FILES = ("README.md", "generate.py", "pyproject.toml", "train.py")
 
 
 def files_over_all_attentions() -> list[str]:
-    """The test files that are parametrized by the attentions, except those that need a GPU."""
+    """The test files that are parametrized by the attention presets, except GPU tests."""
     files = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         is_over_all = "VARIANTS" in path.read_text(encoding="utf-8") and path != Path(__file__)
@@ -28,7 +28,7 @@ def files_over_all_attentions() -> list[str]:
 
 @pytest.mark.parametrize("name", ["average"])
 def test_a_new_variant_of_two_files_passes_all_tests(name, tmp_path):
-    # A copy of this repository with only the attentions that its defaults need.
+    # Copy this repository with only the attention preset that its defaults need.
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
@@ -38,13 +38,13 @@ def test_a_new_variant_of_two_files_passes_all_tests(name, tmp_path):
         if preset.stem != "gqa":
             preset.unlink()
     (ROOT / ".cache").mkdir(exist_ok=True)
-    (tmp_path / ".cache").symlink_to(ROOT / ".cache")  # matvec.cpp is compiled there only once
+    (tmp_path / ".cache").symlink_to(ROOT / ".cache")  # where matvec.cpp is compiled only once
 
     # Add the variant.
     shutil.copy(HERE / "variant" / f"{name}.py", tmp_path / "model" / "attention")
     shutil.copy(HERE / "variant" / f"{name}.yaml", tmp_path / "configs" / "attention")
 
-    # Run its tests: those with its name in their parameters.
+    # Run the tests that have its name in their parameters.
     files = files_over_all_attentions()
     options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--junit-xml", "results.xml")
     selected = f"[{name} or -{name} or every_attention"

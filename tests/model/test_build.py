@@ -1,4 +1,4 @@
-"""Configs build only classes of model/, set every option, and give the same weights on every device."""
+"""Configs can build only classes in model/, must set all options, and give reproducible weights."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ HOSTILE = [
     "run.instantiate.import_module",
     "run.instantiate.Path",
     "model.cache.Tensor",
-    "model.attention.softmax.Linear",  # ours, but imported there from another file
+    "model.attention.softmax.Linear",  # defined in model/, but imported there from a different file
     "model.attention.base.CrossLayer",
     "model.layers.GatedFeedForward.__init__",
     "model..layers.GatedFeedForward",
@@ -131,7 +131,7 @@ class Buffered(SoftmaxAttention):
 
 @pytest.fixture
 def buffered_tree(monkeypatch) -> dict:
-    """The config of a model with buffers; patches the resolver to accept the class above."""
+    """The config of a model with buffers; the resolver is patched to accept the class above."""
     target = f"{__name__}.Buffered"
     resolve = instantiation.resolve_target
 
@@ -150,7 +150,7 @@ def test_buffers_are_restored_on_loading_and_resuming(buffered_tree, run_of):
     attention = run.trainer.model.blocks[1].attention
     close(attention.gain, torch.linspace(0.5, 2.0, 4))
 
-    # Change the buffers, as counts or running means would in training.
+    # Change the buffers as training would change counts or running means.
     for _ in range(3):
         take_step(run)
     attention.gain.mul_(1.5)
@@ -186,7 +186,7 @@ def test_buffers_keep_their_dtype_in_a_low_precision_model(
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
 def test_vectors_except_biases_stay_in_fp32_in_a_low_precision_model(variant):
-    """Rounding decay_rate or a sink logit would change its exponential too much."""
+    """Rounding decay_rate or sink logits would change their exponentials too much."""
     model = instantiate_model(tree_of(*variant.split()), "meta", torch.bfloat16)
     dtypes = {}
     for name, parameter in model.named_parameters():

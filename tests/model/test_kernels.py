@@ -1,4 +1,4 @@
-"""Attention kernels: the definition equals torch's attention, and the faster kernels equal the definition."""
+"""Eager attention matches torch's attention, and the faster kernels match eager attention."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ from tests.training.test_optimizers import Operations
 
 SCALE = 8**-0.5
 F64 = torch.float64
-# What the faster kernels support: (window, softcap, has_sink).
+# Cases that the faster kernels support: (window, softcap, has_sink).
 BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
 FLEX = [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)]
 flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
-    """q, k, v with grouped heads and values of another width, the visibility, and a sink."""
+    """q, k, v with grouped heads and a different width of values, the visibility, and a sink."""
     q = random(2, 4, 9, 8).requires_grad_()
     k = random(2, 2, 9, 8).requires_grad_()
     v = random(2, 2, 9, 6).requires_grad_()
@@ -31,7 +31,7 @@ def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
 
 
 def by_tokens(*tensors: Tensor) -> list[Tensor]:
-    """(B, H, T, D) -> (B, T, H, D), as layers have them."""
+    """(B, H, T, D) -> (B, T, H, D), the layout that layers use."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -75,7 +75,7 @@ def test_blockwise_and_selected_kernels_match_eager_attention(
 def test_compiled_code_has_at_most_eight_query_blocks(
     length, is_compiling, num_blocks, monkeypatch
 ):
-    """Eager code keeps small blocks, which need less memory."""
+    """Eager code uses small blocks, which need less memory."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     q, k, v = (random(1, 1, length, 2).requires_grad_() for _ in range(3))
     with Operations() as operations:
@@ -126,7 +126,7 @@ def test_dropout_zeroes_weights_and_scales_up_the_rest(kernel):
 @flex_test
 @pytest.mark.parametrize("window, softcap, has_sink", FLEX)
 def test_flex_attention_matches_eager_attention(window, softcap, has_sink):
-    """Only the output: without a GPU, FlexAttention has no backward."""
+    """Compares only outputs, because FlexAttention has no backward without a GPU."""
     *_, visible, sink = kernel_inputs(window, has_sink)
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = ScoreOptions(0.25, softcap, sink=None if sink is None else sink.detach().float())
@@ -141,7 +141,7 @@ def test_flex_attention_matches_eager_attention(window, softcap, has_sink):
     [(3, None, False), (None, 4, False), (None, None, True), (3, 4, True)],
 )
 def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_documents, has_sink):
-    """The given mask is wrong on purpose: it must not be read. With a sink, the length is padded."""
+    """The mask is wrong on purpose: it must not be read. With a sink, the length is padded."""
     lengths = ([3, 4, 2], [5, 4]) if has_documents else ([9], [9])
     documents = torch.stack(
         [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
@@ -177,7 +177,7 @@ class LearnedBias(torch.nn.Module):
 
 
 def visible_case(case: str) -> Visibility:
-    """Visibility of all earlier tokens, of a window, or of a cache of the newest 3 tokens."""
+    """The visibility of all earlier tokens, of a window, or of a cache."""
     if case == "ring":
         ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([13, 4]))
         return ctx.visible_in_ring(6, 4, None)
@@ -228,18 +228,18 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
 
 
 def decays(length: int, dtype: torch.dtype) -> Tensor:
-    """Sums of log decays (2, 4, length), down to about -400 at 512 tokens."""
+    """Cumulative sums of log decays (2, 4, length), down to about -400 at 512 tokens."""
     noise = torch.randn(2, 4, length, generator=torch.Generator().manual_seed(3))
     return logsigmoid(noise).to(dtype).cumsum(dim=-1)
 
 
 def biased_by_tokens(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias, sink=None) -> Tensor:
-    """torch's causal attention in float64 with a bias for each query and key, and an optional sink."""
+    """torch's causal attention in float64 with a bias per query and key, and an optional sink."""
     q, k, v, query, key = [x.double() for x in (q, k, v, *bias)]
     length = q.shape[2]
     scores = query[..., None] + key[..., None, :]
     scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
-    if sink is not None:  # a key with this score and a value of zero
+    if sink is not None:  # add a key with this score and a value of zero
         column = sink.double()[:, None, None].expand(2, -1, length, 1)
         scores = torch.cat((scores, column), dim=-1)
         k = pad(k, (0, 0, 0, 1))
@@ -275,7 +275,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
             close(y, expected, rtol=0, atol=1e-5)
 
 
-# Relative errors of the output, of the gradients of q, k and v, and of the decays' gradient.
+# Bounds for the relative errors of the output, the gradients of q, k and v, and the decay gradient.
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bounds"),
     [
@@ -286,7 +286,7 @@ def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
     ],
 )
 def test_decays_appended_to_queries_and_keys_are_as_accurate_as_added_decays(kernel, dtype, bounds):
-    """Compared with float64 at 512 tokens. A decay rounded to bf16 would be off by 1 at the end."""
+    """Compares with float64 at 512 tokens, where rounding a decay to bf16 would change it by 1."""
     generator = torch.Generator().manual_seed(0)
     shape = (4, 2, 4, 512, 64)
     *inputs, weight = torch.randn(shape, generator=generator).bfloat16()
@@ -318,7 +318,7 @@ def test_three_bf16_parts_sum_exactly_to_an_fp32_number():
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 def test_splitting_a_bias_in_compiled_code_is_bit_exact():
-    """Inductor removes casts to bf16 and back, so parts computed by casts would be zero."""
+    """Inductor removes round trips through bf16, so parts computed with casts would be zero."""
     torch._dynamo.reset()
     q, k = (random(2, heads, 32, 16).bfloat16() for heads in (4, 2))
     options = ScoreOptions(0.25, token_bias=TokenBias(*2 * [decays(32, torch.float32)]))

@@ -1,4 +1,4 @@
-"""Norms, feed-forwards and RoPE equal their formulas, in fp64."""
+"""Norms, feed-forward layers and RoPE match their formulas in fp64."""
 
 import math
 from itertools import product
@@ -13,7 +13,7 @@ from tests.conftest import close, redraw
 
 
 def random(*shape: int) -> Tensor:
-    """Normal values in fp64 that depend only on the shape."""
+    """Normally distributed fp64 values that depend only on the shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Attention layers equal plain references in fp64: loops over their formulas, and torch's attention."""
+"""Attention layers match simple fp64 references: loops over formulas, and torch's attention."""
 
 from itertools import product
 
@@ -23,13 +23,13 @@ def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
 
 
 def layers_of(*overrides: str) -> list[Attention]:
-    """The attention layers of a model in fp64, with every parameter drawn at random."""
+    """The attention layers of an fp64 model with randomized parameters."""
     model = drawn(tree_of(*overrides), torch.float64)
     return [block.attention for block in model.blocks]
 
 
 def output(layer: Attention, x: Tensor) -> Tensor:
-    """The output of a layer for full rows, without a cache or carry."""
+    """The output of a layer for full rows, without a cache and without earlier layers."""
     return layer(x, ForwardContext(x[..., 0]), None, {})[0]
 
 
@@ -40,7 +40,7 @@ def projected(layer: Attention, x: Tensor, head_dim: int) -> list[Tensor]:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's causal attention (B, T, H D); `bias` (H, T, S) is added to scores and includes the mask."""
+    """torch's causal attention (B, T, H D); `bias` (H, T, S) on the scores includes the mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True)
     return y.transpose(1, 2).flatten(2)
@@ -60,7 +60,7 @@ def test_attention_flops_count_only_visible_scores(variant):
     for layer in layers_of(variant):
         window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
         visible = ForwardContext(torch.zeros(1, 13)).visible(window or 99, chunk)
-        # One product with a key and one with a value.
+        # One product with a key and one product with a value.
         flops = 4 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
         pairs = visible.mask.sum().item()
         assert layer.attention_flops(13) * 13 == pytest.approx(flops * pairs)
@@ -89,7 +89,7 @@ def test_a_sliding_window_cache_does_not_grow_with_the_prompt():
 
 
 def test_a_layer_with_rope_and_qk_norm_matches_its_formulas():
-    """dim 128, 16 heads of 8 features, 4 key-value heads, RoPE, then QK-norm without weight."""
+    """dim 128, 16 heads of width 8, 4 key-value heads, RoPE, then QK-norm without weights."""
     knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
     x = random(2, 10, 128)
@@ -164,7 +164,7 @@ def test_values_are_mixed_with_the_first_layers_values(share):
     close(y, output(plain, x))
 
 
-# Numbers that one token takes in the cache of a layer, for models with dim D and H heads.
+# Numbers per token in the cache of one layer, for models with dim D and H heads.
 TOKEN_NUMBERS = {
     "gqa": lambda d, h: 2 * 2 * (d // h),  # k and v of 2 heads
     "mha": lambda d, h: 2 * d,
@@ -198,7 +198,7 @@ def test_alibi_slopes_match_bloom_and_mpt(heads):
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     slopes = alibi_slopes(heads)
-    # BLOOM adds slope x key position, MPT slope x (key - last key), both to all rows.
+    # For all queries, BLOOM adds slope x key position, and MPT adds slope x (key - last key).
     bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0]
     close(slopes[:, None] * torch.arange(5), bloom, rtol=0, atol=1e-5)
     mpt = build_mpt_alibi_tensor(heads, 5)[:, 0]

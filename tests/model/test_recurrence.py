@@ -1,6 +1,6 @@
-"""Chunked gated linear recurrences equal their definition; the operations of a chunk are bounded.
+"""Chunked gated linear recurrences match their definition with few, large products per chunk.
 
-The definitions come from fla-core. Importing its package needs a GPU, so single files are loaded.
+The definitions are from fla-core. Importing the package requires a GPU, so tests load single files.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ FLA = {"gdn": "gated_delta_rule", "kda": "kda", "mamba2": "simple_gla"}
 
 
 def inputs_of(length: int, preset: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, beta, g and a state, with document starts inside and one token of padding.
+    """q, k, v, beta, g and a state, with document starts inside the rows and one padding token.
 
-    Keys have length 1 if the recurrence erases, and decays range from 1 to e^-50 per token.
+    Queries and keys have length 1, and decays range from 1 to e^-50 per token.
     """
     generator = torch.Generator().manual_seed(length)
     num_decays = DIM if preset == "kda" else 1
@@ -83,7 +83,7 @@ def naive(operation: str, function: str) -> Callable:
 
 
 def compare(preset: str) -> float:
-    """The largest difference from the outputs of fla-core, in fp32."""
+    """The largest difference from fla-core's outputs in fp32."""
     q, k, v, beta, g, state = inputs_of(100, preset, dtype=torch.float32)
     y, _ = chunked(preset, 64)(q, k, v, beta, g, state)
     inputs = {"q": q, "k": k, "v": v, "g": g.squeeze(-1), "beta": beta[..., 0]}
@@ -116,7 +116,7 @@ def test_mamba2_writes_nothing_for_a_token_without_decay():
 
 
 class Products(TorchDispatchMode):
-    """Collects the sizes (rows, inner, columns) of batched products, and names of solvers."""
+    """Collects the sizes (rows, inner, columns) of batched products and the names of solvers."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("preset", FLA)
 def test_matrix_products_are_few_and_large_enough_for_a_library(preset):
-    """On a GPU, each product is a cuBLAS call, whose tiles have at least 16 rows."""
+    """On a GPU, each product is a cuBLAS call with tiles of at least 16 rows."""
     generator = torch.Generator().manual_seed(0)
     num_decays = 32 if preset == "kda" else 1
     q, k, v = torch.randn(3, 1, 256, 2, 32, generator=generator)
@@ -147,7 +147,7 @@ def test_matrix_products_are_few_and_large_enough_for_a_library(preset):
         with_gradients(chunked(preset, 64), inputs)
     assert min(min(size) for size in products.sizes) >= 16, products.sizes
     assert not products.solvers
-    # A product has two gradients. In each of the four chunks, two products need the state.
+    # Each product has two gradients. In each of the four chunks, two products use the state.
     in_chunks = 0 if preset == "mamba2" else 4 * 2 * 3
     assert len(products.sizes) <= in_chunks + 20, products.sizes
 
@@ -155,7 +155,7 @@ def test_matrix_products_are_few_and_large_enough_for_a_library(preset):
 @pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_triangular_solve_is_accurate_for_any_keys(correlation, sign):
-    """If keys are equal, powers of A have elements up to 1e18, but its inverse has none above 1."""
+    """With equal keys, powers of A have elements up to 1e18, but its inverse has none above 1."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(64, 16, generator=generator, dtype=torch.float64)
     k[1:] = correlation * k[:1] + (1 - correlation**2) ** 0.5 * k[1:]
@@ -203,7 +203,7 @@ def test_a_single_token_step_solves_no_triangular_system(preset, monkeypatch):
 
 @pytest.mark.parametrize("preset", FLA)
 def test_a_compiled_backward_stays_in_fp32_under_autocast(preset, run_of):
-    """Autocast is off in the recurrence, and must stay off in its gradients."""
+    """Autocast is disabled in the recurrence and must stay disabled in its backward."""
     run = run_of()
     compile_model(run.trainer.loss_module, run.settings, run.ranks)
 

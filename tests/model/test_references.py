@@ -1,4 +1,4 @@
-"""Attention layers equal independent code: classes of transformers and reference functions of fla-core."""
+"""Attention layers match independent code: transformers classes and fla-core's references."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 
 def heads_of(layer: SoftmaxAttention, x: Tensor) -> Tensor:
-    """The outputs of the heads (B, T, H, E), taken from the input of o_proj."""
+    """The outputs of the heads (B, T, H, E), captured at the input of o_proj."""
     inputs = []
     hook = layer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     layer(x, ForwardContext(x[..., 0]), None, {})
@@ -86,7 +86,7 @@ def test_tied_keys_and_values_match_gemma_4_and_halve_the_cache():
     )
     theirs = Gemma4TextAttention(config, 0).double()
     weights = layer.state_dict()
-    weights["q_norm.weight"] = weights["q_norm.weight"] * layer.head_dim**-0.5  # it has no scale
+    weights["q_norm.weight"] = weights["q_norm.weight"] * layer.head_dim**-0.5  # theirs is unscaled
     theirs.load_state_dict(weights)
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
@@ -170,7 +170,7 @@ def test_blocks_are_selected_in_fp32_under_autocast():
 
 
 def indexed(topk: int) -> SoftmaxAttention:
-    """A layer with enough index heads that no key scores 0 on all of them: the order of ties is undefined."""
+    """A layer with enough index heads to avoid ties of zero scores, whose order is undefined."""
     layer = layers_of("dsa", "attention.index_heads=24", "attention.index_dim=8")[0]
     layer.topk = topk
     return layer
@@ -211,7 +211,7 @@ def test_the_indexer_matches_deepseek_and_its_attention_matches_fla():
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
 def test_a_decode_step_reads_only_selected_keys(variant):
-    """Keys and values that were not chosen are NaN here, and must not be read."""
+    """Sets each cached key or value to NaN in turn; the output shows if it is read."""
     layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
     x = random(2, 33, 64)
     cache = layer.new_cache(2, 33, torch.float64, "cpu")
@@ -262,7 +262,7 @@ def test_the_divergence_loss_trains_only_the_indexer():
 
 @pytest.mark.parametrize("words", [(), ("attention.softcap=2.0", "attention.sink=true")])
 def test_mean_weights_match_the_kernel_weights(words):
-    """With identity values, the kernel outputs its weights; they are renormalized to exclude a sink."""
+    """With identity values, the kernel outputs its weights, renormalized here to exclude a sink."""
     layer = layers_of("dsa", *words)[0]
     layer.topk = 4
     x = random(2, 17, 64)

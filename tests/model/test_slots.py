@@ -1,4 +1,4 @@
-"""Attention, feed-forward and norm are independent choices: every combination keeps the laws."""
+"""Attention, feed-forward and norm can be combined freely: every combination satisfies the laws."""
 
 from itertools import product
 
@@ -11,8 +11,8 @@ from train import take_step
 FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml"))
 NORMS = sorted(path.stem for path in (CONFIGS / "norm").glob("*.yaml"))
 PAIRS = [*product(FFNS, NORMS)]
-# Softmax and a recurrence are combined with every pair of feed-forward and norm, and each other
-# attention with one pair, in turn.
+# Softmax attention and a recurrence are combined with every pair of feed-forward and norm. Each
+# remaining attention is combined with one pair, in turn.
 marked = [
     (variant, *pair)
     if variant in ("gqa", "gdn") or pair == PAIRS[i % len(PAIRS)]

@@ -1,4 +1,4 @@
-"""Start processes as forks: importing torch would take most of their time."""
+"""Start processes as forks, because importing torch would take most of their time."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from run.distributed import hard_exit
 
-LONG = 600  # seconds to wait for another process: a safety net, generous for a loaded machine
+LONG = 600  # timeout in seconds for other processes, generous for a loaded machine
 # Modules that train.py imports inside functions.
 LATE = (
     "hydra._internal.hydra",
@@ -27,7 +27,7 @@ LATE = (
 
 
 class Forked:
-    """Like `subprocess.Popen` for `python FILE ARGUMENTS`, but a fork of this process."""
+    """Like `subprocess.Popen` for `python FILE ARGUMENTS`, but forks this process."""
 
     def __init__(self, command: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
         self.returncode = None
@@ -36,9 +36,9 @@ class Forked:
         self.pid = os.fork()
         if self.pid > 0:
             return
-        # The child: it must end by os._exit and never return to the tests.
+        # The child must end with os._exit and never return to the tests.
         with hard_exit():
-            torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+            torch.set_num_threads(1)  # OpenMP threads do not survive a fork
             gc.freeze()  # garbage collection would copy the memory shared with the parent
             signal.alarm(LONG // 2)  # a fork may inherit a held lock
             os.dup2(stdout.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Prepared text and compiled code are stored in a folder that the user can write."""
+"""Prepared text and compiled code are stored in a folder that the user can write to."""
 
 import os
 import stat
@@ -13,13 +13,13 @@ from run.cache_folder import compiler_cache, writable_cache
 from tests.conftest import TINY
 from tests.faults.harness import source
 
-# Nobody can create a folder below a file, not even root.
+# Not even root can create a folder below a file.
 NOWHERE = Path("/dev/null/clone/.cache")
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """Set a home folder with a .cache, and a folder for temporary files."""
+    """Set a home folder and a folder for temporary files."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -59,7 +59,7 @@ def test_without_a_home_the_cache_is_in_a_private_temporary_folder(
 ):
     monkeypatch.setenv("HOME", "/dev/null")
     usual = tmp_path / f"attend-{os.getuid()}"
-    if is_taken:  # by another user, who could replace its files
+    if is_taken:  # by a different user, who could replace its files
         (tmp_path / "theirs").mkdir()
         usual.symlink_to(tmp_path / "theirs")
     folder = writable_cache(NOWHERE)
@@ -79,7 +79,7 @@ def test_compiled_code_avoids_paths_that_torch_does_not_quote(tmp_path, home, na
 
 
 def test_compiled_code_can_be_cached_in_a_path_with_other_unusual_characters(tmp_path):
-    # torch.compile works in such a path, as tried by hand.
+    # Tested manually: torch.compile works in such a path.
     clone = tmp_path / "красный(x){y}$z&;%s#" / ".cache"
     assert compiler_cache(clone) == clone
 
@@ -103,7 +103,7 @@ def test_text_is_prepared_in_the_home_cache_if_a_local_one_cannot_be_created(com
 def test_compiled_code_is_stored_on_a_file_system_that_supports_locks(
     tmp_path, home, monkeypatch, capfd
 ):
-    """torch.compile locks files in its cache."""
+    """The reason is that torch.compile locks files in its cache."""
     share = tmp_path / "share" / "compiled-2.13"
 
     def acquire(lock):

@@ -1,4 +1,4 @@
-"""Loading and keeping checkpoints, and states that are never saved."""
+"""Loading and retention of checkpoints, and states that must never be saved."""
 
 import math
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
     assert not [*run.run_dir.glob("checkpoints/*")]
 
 
-# An empty pickle, and storage ids that are a number and a class that is no storage.
+# An empty pickle, and pickles whose storage id is a number or refers to a class that is no storage.
 PICKLES = (
     b"",
     b"\x80\x02K\x01Q.",

@@ -1,4 +1,4 @@
-"""A yaml lists every knob of its class: code has no defaults, so a saved config stays complete."""
+"""A yaml lists every knob of its class: code has no defaults, so saved configs are complete."""
 
 import json
 import re
@@ -104,11 +104,11 @@ def test_every_preset_of_a_group_composes(choice):
     "tokens, micro, world, fix",
     [
         (4096, 8, 1, None),
-        (1792, 8, 1, None),  # one smaller micro-batch
+        (1792, 8, 1, None),  # a single micro-batch that is smaller
         (100, 8, 1, "batch_tokens=256"),
         (6400, 8, 2, "batch_tokens=4096"),
         (768, 8, 2, "batch_tokens=512"),
-        (5120, "null", 1, None),  # 5 sequences, four times
+        (5120, "null", 1, None),  # 4 micro-batches of 5 sequences
         (768, "null", 2, "batch_tokens=512"),
     ],
 )

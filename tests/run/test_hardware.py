@@ -1,4 +1,4 @@
-"""The choice of the device, and the precision of its fp32 products."""
+"""The selection of the device, and the precision of fp32 products."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, us
         assert hardware.pick_device(wanted) == torch.device(picked)
 
 
-# Lists of torch.cuda.get_arch_list(): a wheel for CUDA 13, one for CUDA 12.6, and other builds.
+# Results of torch.cuda.get_arch_list() in the wheels for CUDA 13 and CUDA 12.6.
 CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 CUDA_12 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
 
@@ -102,7 +102,7 @@ def test_rocm_architectures_are_not_compared(v100, monkeypatch):
 
 
 def test_compilation_for_a_gpu_requires_a_c_compiler(monkeypatch):
-    """Triton searches for $CC, gcc or clang, in triton/runtime/build.py."""
+    """Triton searches for $CC, gcc or clang (triton/runtime/build.py)."""
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: None if name == "absent" else name)
     monkeypatch.delenv("CC", raising=False)

@@ -1,4 +1,4 @@
-"""Terminal output: a line before each long wait, and a progress bar that is correct from the first step."""
+"""Terminal output announces long waits, and the progress bar is correct from the first step."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Bad input is refused in one line per problem, with a fix and an exit code; nothing is written."""
+"""Invalid input is refused with a line and a fix per problem and an exit code, without writing."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from tools.compare.plan import plan_variants
 from tools.compare.sweep import expand_sweep
 from training.setup import set_up_run, unused_keys
 
-# The overrides: the exit code, and a part of the line.
+# Overrides: the exit code and a part of the error line.
 CONFIGS = {
-    # Keys that are misspelled, lack their group, or are named otherwise in other programs.
+    # Keys that are misspelled, lack their group, or have different names in other programs.
     "lr=0.1": (1, "fix: optimizer=adamw optimizer.lr=0.1 optimizer.reference=null; lr: "),
     "optimizer.lr": (2, "without dashes (got optimizer.lr)"),
     "max_minutes": (2, "fix: max_minutes=5"),
@@ -46,7 +46,7 @@ CONFIGS = {
     "~wandb": (2, "fix: wandb=disabled"),
     "--attention=mha": (2, "fix: attention=mha"),
     "+attention.windw=5": (1, "fix: attention.window=5"),
-    # Groups and choices.
+    # Groups and presets.
     "attnetion=mqa": (1, "fix: attention=mqa"),
     "attention=gqq": (1, "fix: attention=gqa"),
     "optimizer=zyzzyva": (1, "fix: optimizer=adamw or optimizer=muon"),
@@ -122,7 +122,7 @@ CONFIGS = {
     "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
     "steps=${stepps}": (1, "stepps"),
     "distill_weight=0.9": (2, "fix: leave distill_weight out"),
-    # Values in groups: types, and values that constructors refuse.
+    # Values in groups: wrong types, and values that constructors refuse.
     "optimizer.lr=nan": (2, "optimizer.lr must be a finite number (got nan)"),
     "optimizer.lr=fast": (2, "fix: leave optimizer.lr out"),
     "optimizer.lr=0": (2, "the learning rate is 0"),
@@ -212,7 +212,7 @@ def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
         key, is_override, value = word.partition("=")
         if is_override and not word.startswith("-"):
             told.setdefault(key, value.strip(",;"))
-    # The wrong word is the first one in parentheses; other words stay.
+    # The invalid override is the first one in parentheses; the others are kept.
     wrong = {*re.findall(r"[(](?:got )?'?([^ )']+)", what)[:1], *fix.split()[1:2], *told}
     assert told or fix.startswith("leave ")
     kept = []
@@ -223,7 +223,7 @@ def fixed(overrides: list[str], what: str, fix: str) -> list[str]:
     return [*kept, *map("=".join, told.items())]
 
 
-# Names of nanoGPT, nanochat, litgpt and transformers, and the overrides that they correspond to.
+# Options of nanoGPT, nanochat, litgpt and transformers, and the corresponding overrides.
 # The defaults are context=256 batch_tokens=4096 optimizer.lr=0.035.
 FOREIGN = {
     "n_layer=12 n_head=8 n_embd=256": "model.depth=12 model.dim=256 model.heads=8",
@@ -297,7 +297,7 @@ def test_option_names_of_other_programs_are_translated(typed):
     compose([word for word in typed.split() if word.partition("=")[0] not in wrong] + told)
 
 
-# Values of other programs, for overrides that do not accept 2.
+# Example values from other programs, for overrides that do not accept 2.
 EXAMPLES = {
     "optimizer": "adamw_torch",
     "schedule": "linear",
@@ -342,7 +342,7 @@ def test_no_config_key_is_also_a_translated_name():
     assert not tops & {*aliases.TEMPLATES, *aliases.REASONS}
 
 
-# A typo or an unknown word: the suggestion, if any.
+# A misspelled or unknown key: the suggestion, or None.
 SUGGESTIONS = {
     "attentoin": "attention",
     "atention": "attention",
@@ -399,7 +399,7 @@ SUGGESTIONS = {
     "ffn.activaton": "ffn.activation",
     "data.vocabsize": "data.vocab_size",
     "data.tokeniser": "data.tokenizer",
-    # Unknown words.
+    # Unknown keys.
     "foo": None,
     "bar": None,
     "colour": None,
@@ -446,7 +446,7 @@ def test_integers_in_groups_can_be_written_with_an_exponent():
         compose(["steps=1.5"])
 
 
-# Options of Hydra and argparse that train.py lacks: the call or override to paste.
+# Options of Hydra and argparse that train.py lacks, and the suggested command or override.
 OPTIONS = {
     "-m attention=gqa,mha model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
     "--multirun model=tiny": "python -m tools.compare attention=gqa,mha model=tiny",
@@ -499,7 +499,7 @@ def test_the_error_for_an_option_suggests_the_equivalent_override(command, typed
         compose([word for word in [called, *words] if "=" in word])
 
 
-# Words without an equals sign, and the overrides or the call that is suggested.
+# Arguments without an equals sign, and the suggested overrides or command.
 BARE = {
     "gqa": "attention=gqa",
     "tiny gqa": "model=tiny attention=gqa",
@@ -654,7 +654,7 @@ def test_a_path_can_be_null_or_quoted():
 
 @pytest.mark.parametrize("value", ["Moby Dick, by X.txt", "(a) [2]", "it's", 'say "hi"', "a,\\"])
 def test_the_quoting_suggested_by_a_fix_can_be_pasted(value):
-    """For keys that are not paths: their values must be quoted."""
+    """Tests a key that is not a path, whose value must be quoted."""
     with pytest.raises(OverrideError) as refused:
         compose(["name=test", "data=text", f"data.separator={value}"])
     *_, pasted = shlex.split(str(refused.value).partition("fix: ")[2])
@@ -694,7 +694,7 @@ def test_train_reports_invalid_input_in_one_line_with_an_exit_code(command, stor
     overrides, code, said = TRAINING[case]
     result = command("train.py", *TINY, "steps=2", *overrides)
     assert (result.code, result.out) == (code, "")
-    *_, line = result.err.splitlines()  # a line about a slow network may come first
+    *_, line = result.err.splitlines()  # a message about a slow network may come first
     assert line.startswith("error: ") and ". fix: " in line and said in line
     assert not Path("runs").exists()
 
@@ -751,7 +751,7 @@ def test_a_bug_in_a_layer_is_not_reported_as_invalid_input(monkeypatch):
         set_up_run(compose(["name=test"]), [])
 
 
-# An override, and the setting that disables it.
+# Overrides, and the setting that makes each one ineffective.
 UNUSED = {
     "max_epochs=2": "steps=2 sets the length",
     "tokens_per_parameter=20": "steps=2 sets the length",

@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def bash(line: str, **env: str) -> subprocess.CompletedProcess:
-    """Run a shell line with pipefail."""
+    """Run a shell command with pipefail."""
     words = ["bash", "-o", "pipefail", "-c", line]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
     return subprocess.run(words, env=environment, capture_output=True, timeout=LONG)
@@ -29,7 +29,7 @@ def bash(line: str, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def generate(tmp_path, tokenizer, monkeypatch) -> str:
-    """The command line of generate.py, in a folder with a run that also generates Russian."""
+    """The generate.py command line, in a folder with a run that also generates Russian text."""
     monkeypatch.chdir(tmp_path)
     saved(Path("runs/drawn"), tree_of("gqa", "model.depth=1"), tokenizer)
     return f"{COMMANDS['generate']} --temperature 0 --max-new-tokens 5 --device cpu"
@@ -44,7 +44,7 @@ def test_a_closed_stream_causes_no_traceback(generate, closed):
 
 
 def test_files_never_reuse_the_descriptor_of_a_closed_stream():
-    """Otherwise a library's messages to standard error would be written to the file."""
+    """Otherwise, libraries would write their error messages to the file."""
     code = "from run import errors; errors.begin_command(); print(open('/dev/zero').fileno())"
     assert int(bash(f'{sys.executable} -c "{code}" 0<&- 2>&-').stdout) > 2
 
@@ -129,7 +129,7 @@ INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.
 def test_ctrl_c_during_imports_causes_no_traceback(tmp_path, name):
     for module in ("torch", "tqdm"):  # the slowest import and the first one
         (tmp_path / f"{module}.py").write_text(INTERRUPT, encoding="utf-8")
-    # train.py and tools.compare parse the override before these imports.
+    # train.py and tools.compare parse overrides before these imports.
     words = ["env", "--default-signal=INT", *COMMANDS[name].split(), "seed=0"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     told = subprocess.run(words, env=env, capture_output=True, timeout=LONG)

@@ -1,4 +1,4 @@
-"""The number of threads under load from other processes and under a CPU quota."""
+"""The choice of the number of threads under load from other processes and under a CPU quota."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ print(torch.get_num_threads(), *map(threads.os.environ.get, threads.SPIN))
 
 
 def choose(available: int = 2, kept: int | None = None, prepare: str = "", **environment: str):
-    """Start a process -> its line about threads, their number and its spin settings."""
+    """Start a process -> its message about threads, the number of threads and the spin settings."""
     code = CHOICE.format(available=available, kept=kept)
     unset = {"OMP_NUM_THREADS", *threads.SPIN}
     inherited = {key: os.environ[key] for key in os.environ if key not in unset}
@@ -88,12 +88,12 @@ def test_a_resumed_run_keeps_its_thread_count():
     line, number, _ = choose(4, kept=1, prepare=busy)
     assert number == 1 and line.startswith("computing with 1 thread (as at the start of the run; ")
     assert choose(4, kept=64, prepare=busy)[1] == 4
-    # A quota throttles all threads, so it wins.
+    # A quota throttles all threads, so it takes precedence.
     assert choose(4, kept=4, prepare="threads.cpu_quota = lambda: 2.5")[1] == 2
 
 
 def test_load_includes_only_other_processes():
-    """A busy loop in another process counts, one in this process does not."""
+    """A busy loop counts in a different process but not in this process."""
     if threads.cpu_time().busy == 0:
         pytest.skip("needs /proc/stat")
     loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -106,27 +106,27 @@ def test_load_includes_only_other_processes():
     finally:
         loop.kill()
         loop.wait()
-    # Other tests may run on the same cores, so each loop gets a part of a core.
+    # Other tests may run on the same cores, so each loop may get only a part of a core.
     own = end.own - start.own
     assert own > 0
     assert 0.1 < load < end.busy - start.busy - 0.8 * own
 
 
 GROUPS = {
-    # Version 2: the smallest quota of a group and its parents; "max" is no quota.
+    # Version 2: the smallest quota of a group and its parents applies; "max" means no quota.
     "0::/pod/container\n": {
         "cpu.max": "max 100000",
         "pod/cpu.max": "150000 100000",
         "pod/container/cpu.max": "400000 100000",
     },
-    # Version 1: -1 is no quota.
+    # Version 1: -1 means no quota.
     "4:memory:/x\n3:cpu,cpuacct:/pod\n": {
         "cpu/cpu.cfs_quota_us": "-1",
         "cpu/cpu.cfs_period_us": "100000",
         "cpu/pod/cpu.cfs_quota_us": "75000",
         "cpu/pod/cpu.cfs_period_us": "50000",
     },
-    # A group that is not visible inside a container, whose own group is the root.
+    # The group is not visible inside a container, which sees its group as the root.
     "0::/../elsewhere\n": {"cpu.max": "150000 100000"},
 }
 

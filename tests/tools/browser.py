@@ -1,4 +1,4 @@
-"""Open a page in a real browser, measure which parts are readable, and click on titles."""
+"""Open pages in a real browser, measure which parts are readable, and click on column titles."""
 
 import json
 import re
@@ -17,9 +17,9 @@ needs_browser = pytest.mark.skipif(
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 FLAGS += ("--no-first-run", "--window-size=1400,1000")
 HEIGHT = 800  # pixels
-# A frame can have any width, unlike a window.
+# Unlike a window, a frame can have any width.
 FRAME = '<iframe data-name="{name}" style="width: {width}px; height: {height}px" srcdoc="{page}">'
-# Measure every frame after loading, and write the results as the text of the page.
+# After loading, measure every frame and write the results as the page's text.
 MEASURE = """
 const describe = element => element.tagName.toLowerCase() + ": " + element.textContent.slice(0, 60);
 

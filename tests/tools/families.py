@@ -1,7 +1,7 @@
-"""Small random models in folders like those of published models, as `transformers` saves them.
+"""Small random models in the folder layout of published models, saved by `transformers`.
 
-A config.json has the published entries with fewer layers, heads and tokens; a tokenizer.json is
-trained with the pre-tokenizer and special tokens of its family.
+Each config.json has the published entries, but fewer layers, heads and tokens. Each tokenizer.json
+is trained with the pre-tokenizer and special tokens of its family.
 """
 
 import json
@@ -37,7 +37,7 @@ LLAMA = {
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
 }
-# The published entries. BOS and EOS are ids of the published vocabulary, so they are set below.
+# The published entries. BOS and EOS depend on the vocabulary, so they are set below.
 CONFIGS = {
     "SmolLM2-135M": {
         **SHARED,
@@ -161,7 +161,7 @@ CONFIGS = {
         "use_sliding_window": False,
     },
 }
-# Special tokens in the order of their ids, BOS of config.json, and all EOS.
+# Special tokens in the order of their ids, BOS in config.json, and all EOS tokens.
 SPECIAL = {
     "SmolLM2-135M": (
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -187,12 +187,12 @@ SPECIAL = {
     ),
 }
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-# Families whose post-processor puts BOS in front of a text.
+# Families whose post-processor prepends BOS to a text.
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
 
 
 def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save: object) -> None:
-    """Save a model of a family; `save` are arguments of save_pretrained()."""
+    """Save a model of a family; `save` contains arguments of save_pretrained()."""
     import transformers
 
     folder.mkdir(parents=True)
@@ -205,7 +205,7 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
         "num_hidden_layers": layers,
         "vocab_size": 640,  # more than the tokenizer's vocabulary
     }
-    # Fewer heads of the published size, and other widths scaled equally.
+    # Use fewer heads of the published size, and scale the other widths equally.
     shrink = 3 if config["num_key_value_heads"] == 3 else 4
     for width in WIDTHS:
         config[width] //= shrink
@@ -220,14 +220,14 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder, **save)
-    # As published, not as this version of transformers writes it.
+    # Write the config as published, not as this version of transformers saves it.
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ids}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
-    """Train a tokenizer.json, and write its tokenizer_config.json."""
+    """Train a tokenizer.json and write its tokenizer_config.json."""
     special, bos, eos = SPECIAL[family]
     if family in ("TinyLlama-1.1B", "Mistral-7B-v0.3"):
         tokenizer = sentencepiece_like(family)
@@ -286,7 +286,7 @@ def byte_level(family: str) -> Tokenizer:
 
 
 def sentencepiece_like(family: str) -> Tokenizer:
-    """BPE of characters with byte fallback, as in Llama 2."""
+    """Character-level BPE with byte fallback, as in Llama 2."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if family == "TinyLlama-1.1B":

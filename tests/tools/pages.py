@@ -1,4 +1,4 @@
-"""Make records of runs for a report, and read its tables."""
+"""Create run records for a report, and read the report's tables."""
 
 import re
 from html import unescape
@@ -9,7 +9,7 @@ from tools.compare.runs import Run
 
 
 def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int = 1000) -> Run:
-    """A run on text that ended with this loss in bits per byte."""
+    """A run on text with this final loss in bits per byte."""
     words = (f"attention={variant}", f"seed={seed}", f"name={variant}", *overrides)
     settings = settings_of(*TINY, *words).model_dump() | {"machine": {"device": "cpu"}}
     slices = {"repeated": 2 * loss, "new": 4 * loss}
@@ -38,7 +38,7 @@ def searched(variant: str, losses: dict[float, float]) -> list[Run]:
 
 
 def recall_run(variant: str, seed: int, accuracy: float) -> Run:
-    """A run on the recall task that ended with this accuracy."""
+    """A run on the recall task with this final accuracy."""
     run = text_run(variant, seed, 1.0)
     run.settings["data"] = {
         "_target_": "data.tasks.Recall",

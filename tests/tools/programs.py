@@ -1,9 +1,9 @@
-"""Check exports in other programs: the table of docs/formats.md. Run by hand, not in CI.
+"""Check exports in other programs for the table in docs/formats.md. Run manually, not in CI.
 
     python -m tests.tools.programs make FOLDER                    trains tiny models and exports them
-    PYTHON tests/tools/programs.py PROGRAM FOLDER [PRESET...]     compares a program with what `make` noted
+    PYTHON tests/tools/programs.py PROGRAM FOLDER [PRESET...]     compares with results of `make`
 
-PYTHON is the interpreter of a virtual environment with the program:
+PYTHON is the interpreter of a virtual environment that has the program installed:
 
     transformers, onnxruntime    pip install torch transformers sentencepiece protobuf onnx onnxscript onnxruntime
     peft, trl                    pip install torch transformers sentencepiece protobuf peft trl
@@ -12,8 +12,8 @@ PYTHON is the interpreter of a virtual environment with the program:
     mlx-lm                       pip install mlx[cpu] mlx-lm sentencepiece protobuf
     ctranslate2                  pip install torch transformers sentencepiece protobuf ctranslate2
 
-A cell is the largest difference of logits, or the number of texts with equal ids, with an equal greedy continuation,
-or with an equal end.
+A cell is the largest difference of logits, or the number of texts with equal ids, with equal greedy
+continuations, or with equal ends.
 """
 
 import json
@@ -56,7 +56,7 @@ MOST = 60  # tokens per continuation
 
 
 def make(root: Path) -> None:
-    """Train and export each preset; save our logits, ids and greedy continuations."""
+    """Train and export each preset, and save our logits, ids and greedy continuations."""
     import torch
 
     from data.tokenizer import Tokenizer, tokenizer_file
@@ -112,7 +112,7 @@ class Transformers:
         return self.tokenizer(text)["input_ids"]
 
     def greedy(self, tokens: list[int]) -> list[int]:
-        """The tokens after these, EOS included."""
+        """The greedy continuation of these tokens, including EOS."""
         made = self.model.generate(
             self.torch.tensor([tokens]), max_new_tokens=MOST, do_sample=False
         )
@@ -131,7 +131,7 @@ class Peft(Transformers):
 
 
 class Trl(Transformers):
-    """Tunes for 200 steps on one text, which the model must then reproduce and end."""
+    """Fine-tunes for 200 steps on one text, which the model must then reproduce up to EOS."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -163,7 +163,7 @@ class Trl(Transformers):
 
 
 class Onnx(Transformers):
-    """The transformers class exported by torch.onnx.export, without a cache."""
+    """The transformers class, exported by torch.onnx.export without a cache."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -333,7 +333,7 @@ def main(name: str, root: Path, presets: list[str]) -> None:
                 cells = ["", "", "", "yes" if program.stops() else "no"]
             else:
                 cells = compare(program, root / preset)
-        except Exception as error:  # the program lacks the class or a feature of it
+        except Exception as error:  # the program lacks the class or one of its features
             (line, *_) = [*str(error).splitlines(), ""]
             cells = [f"{type(error).__name__}: {line[:100]}", "", "", ""]
         print(f"| {preset} | {' | '.join(cells)} |", flush=True)

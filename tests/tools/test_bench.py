@@ -1,4 +1,4 @@
-"""The benchmarks measure correctly; the speeds themselves are not tested."""
+"""The benchmarks measure correctly. The speeds themselves are not tested."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ def test_competitors_train_models_with_the_same_shapes():
 
 
 def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
-    """Two workers take 1 s and 2 s per turn."""
+    """Simulates two workers that take 1 s and 2 s per turn."""
     monkeypatch.setattr(bench, "start_worker", lambda kind, name, _: mock.Mock())
     num_turns = Counter()
 
@@ -39,7 +39,7 @@ def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
             return {"seconds": 1000.0}
         return {"seconds": 1.0 if name == "ours" else 2.0}
 
-    # With a single counted turn, including the first one would change the median.
+    # With only one counted turn, also counting the first one would change the median.
     monkeypatch.setattr(bench, "NUM_TURNS", 1)
     monkeypatch.setattr(bench, "request_turn", request_turn)
     model = instantiate(bench.bench_settings(WORDS)[0].model)
@@ -71,19 +71,19 @@ def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_decoding_reports_its_share_of_the_memory_bandwidth(monkeypatch, capfd, tied):
-    """Of steps that take 1 s, in memory of 1 MB/s."""
+    """Simulates steps of 1 s and a memory bandwidth of 1 MB/s."""
     rows, length, num_new = 3, 19, 7
     words = [*WORDS, f"model.tied={tied}"]
     sizes = [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}"]
     model = bench.transformers_llama(bench.bench_settings([*words, *sizes])[0])
     config = model.config
-    # The embedding is read as a whole only if it is also the head.
+    # The whole embedding is read only if it is also the head.
     weights = [p for name, p in model.named_parameters() if "embed" not in name or tied == "true"]
     matrices = [p for p in weights if p.ndim == 2]
     vectors = sum(p.numel() for p in weights if p.ndim == 1)
     in_fp32 = 4 * sum(p.numel() for p in weights)
     in_int8 = 4 * vectors + sum(p.numel() + 4 * len(p) for p in matrices)  # and scales in fp32
-    # The steps store tokens 13 to 18: 15.5 on average, rounded up.
+    # The steps store tokens 13 to 18, which is 15.5 on average, rounded up.
     kv_size = 2 * config.num_key_value_heads * config.head_dim
     cache = 4 * rows * config.num_hidden_layers * kv_size * 16
 
@@ -124,7 +124,7 @@ def test_gpu_bandwidth_comes_from_the_data_sheet(monkeypatch, name, bandwidth):
 
 
 def test_cpu_bandwidth_is_measured(monkeypatch):
-    """Of a sum of 1 MB that takes 2 ms."""
+    """Simulates summing 1 MB in 2 ms."""
     monkeypatch.setattr(bench, "READ_PROBE_SIZE", 10**6)
     monkeypatch.setattr(bench.timeit, "repeat", lambda read, **_: [read() and 0.003, 0.002])
     assert bench.measure_bandwidth(torch.device("cpu")) == 5e8

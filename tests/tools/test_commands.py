@@ -1,4 +1,4 @@
-"""Every command documents its options, and every other module reports that it is not a command."""
+"""Every command documents its options, and all other modules report that they are not commands."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import tools
 from tests.conftest import ROOT
 
-# The modules of tools/ by their names for python -m, and the commands among them.
+# The modules in tools/ by their names for python -m, and the subset that are commands.
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): path
     for path in sorted((ROOT / "tools").rglob("*.py"))
@@ -35,7 +35,7 @@ def test_help_shows_examples_and_each_default_once(command, name):
     usage, *texts = result.out.split("\n\n")
     assert usage.startswith(f"usage: {call} ")
     assert max(map(len, result.out.splitlines())) <= 100
-    # The text has an example, not only the usage.
+    # The help text has an example, not only the usage line.
     assert call in "".join(texts)
     assert not re.findall(r"\(default: (?:None|False|\[\])\)", result.out)
     assert texts[-1].startswith("options:")  # no text follows the options
@@ -62,12 +62,12 @@ def test_running_a_module_that_is_not_a_command_is_an_error(monkeypatch, capfd, 
 
 
 def test_options_cannot_be_abbreviated(command):
-    """Otherwise, generate.py --prompt would mean --prompt-file."""
+    """Otherwise, --prompt would be accepted as an abbreviation of --prompt-file."""
     result = command("generate.py", "--prompt", "Once")
     assert result.code == 2 and "unrecognized arguments: --prompt" in result.err
 
 
-# Calls with a run or a folder that lacks its option, and the fix.
+# Commands with an argument that lacks its option, and the suggested fix.
 MISPLACED = {
     "evaluate runs/drawn": "--run runs/drawn --slices",
     "evaluate runs/drawn --lengths": "--run runs/drawn",

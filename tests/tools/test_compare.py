@@ -1,4 +1,4 @@
-"""A comparison trains missing runs under equal conditions, and reports the results."""
+"""A comparison trains missing runs under equal conditions and reports the results."""
 
 import html
 import json
@@ -32,7 +32,7 @@ def words(story) -> list[str]:
 
 @pytest.fixture
 def quick(forked_jobs, monkeypatch) -> None:
-    """Fork runs, and skip measuring decoding in the report."""
+    """Fork the runs, and skip decoding measurements in the report."""
 
     def latencies(runs: dict[str, Path], *_) -> dict[str, dict[str, float]]:
         return {name: {"decoding, ms/token": 1.0} for name in runs}
@@ -41,7 +41,7 @@ def quick(forked_jobs, monkeypatch) -> None:
 
 
 def result(folder: str = "out") -> dict[str, list[str]]:
-    """The results of each variant: the columns up to the cache, and the parts."""
+    """The table cells of each variant, up to the cache column, and the cells of its parts."""
     page = Path(folder, "report.html").read_text(encoding="utf-8")
     parts = table(page, 2)
     found = {}
@@ -81,7 +81,7 @@ def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
     assert losses["gqa"][1:3] == ["", "baseline"]
     assert losses["mqa"][2] in ("worse", "better", "as good", "cannot tell")
 
-    # The same call trains nothing again; a call with another learning rate is refused.
+    # Repeating the command trains nothing again, and a different learning rate is refused.
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")}
     again = command(COMPARE, *asked)
     assert again.code == 0 and again.err.count("finished before") == 4
@@ -90,7 +90,7 @@ def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
     assert other.code == 2 and "overrides (optimizer.lr=0.01)" in other.err
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*")} == before
 
-    # Without checkpoints and in another folder, the records give the same report byte for byte.
+    # In a different folder and without checkpoints, the records give an identical report.
     Path("kept").mkdir()
     shutil.copy("out/runs.jsonl", "kept")
     pages = []
@@ -110,7 +110,7 @@ def test_runs_are_trained_once_and_then_reported(command, words, forked_jobs):
 
 def test_a_failed_run_is_reported_and_its_variant_stays_the_baseline(command, words, quick):
     Path("out/gqa-0").mkdir(parents=True)
-    Path("out/gqa-0/mine").touch()  # a folder with other files cannot hold a run
+    Path("out/gqa-0/mine").touch()  # a folder with unrelated files cannot be used by a run
     asked = ("attention=gqa,mla", "seed=0,1", *words, "--dir", "out")
     command(COMPARE, *asked).succeeded()
     page = Path("out/report.html").read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def test_a_killed_comparison_resumes(command, words, quick, tmp_path):
     (trainer,) = (
         Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text(encoding="utf-8").split()
     )
-    os.kill(cut.pid, signal.SIGKILL)  # and the run that it was training
+    os.kill(cut.pid, signal.SIGKILL)  # also kill the run that it was training
     os.kill(int(trainer), signal.SIGKILL)
     assert cut.wait() == -signal.SIGKILL
     assert not Run.read(tmp_path / "cut/mqa-0").done and Run.read(tmp_path / "cut/gqa-0").done
@@ -260,14 +260,14 @@ def test_variant_names_stay_short():
         Run(Path(), settings_of(*TINY, *words).model_dump(), [{"tokens": 1}], True)
         for words in ((), changed, (*changed, *clipped), (*changed, clipped[0]))
     ]
-    # Five settings differ; equal names get a number.
+    # Five settings differ. Duplicate names get a number.
     assert list(group_by_variant(runs)) == [
         "test qk_norm=before_rope gated=False bias=False and 2 more",
         "test qk_norm=None gated=True bias=True and 2 more",
         "test qk_norm=None gated=True bias=True and 2 more (2)",
         "test qk_norm=None gated=True bias=True and 2 more (3)",
     ]
-    # A class is named without its module.
+    # Names contain classes without their modules.
     runs[1] = Run(Path(), settings_of(*TINY, "ffn=gelu").model_dump(), [{"tokens": 1}], True)
     assert list(group_by_variant(runs[:2])) == [
         "test GatedFeedForward activation=silu",

@@ -1,4 +1,4 @@
-"""A converted model computes the same logits if the conversion is exact, and reports if it is approximate."""
+"""Exact conversions preserve the logits, and approximate conversions are reported as such."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.conftest import ROOT, TINY, VARIANTS, close, drawn, saved, tree_of
 from tools.formats import converted_model
 from tools.formats.latent_conversion import factorize, rotate_on_average, share_rotated_key
 
-# Source preset and its overrides; overrides of the conversion.
+# The source preset with its overrides, and the overrides of the conversion.
 EXACT = [
     ("gqa", "attention.kv_heads=4"),
     ("mqa", "attention=mha"),
@@ -46,7 +46,7 @@ EXACT = [
 
 @pytest.fixture
 def convert(tmp_path, tokenizer):
-    """A function: variant and overrides -> the model, the converted model, and the conversion's report."""
+    """A function: variant and overrides -> model, converted model, and conversion report."""
 
     @torch.no_grad()
     def run(variant: str, words: str, norm: float = 1.0):
@@ -83,7 +83,7 @@ def test_an_exact_conversion_preserves_logits_with_and_without_a_cache(variant, 
     assert expected.std() > 0.1
 
 
-# Every preset of docs/convert.md, and the reported changes for a conversion from gqa.
+# Presets in docs/convert.md, and the reported changes when converting from gqa.
 PRESETS = {
     "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
     "gated": ["an output gate of 1/2, with o_proj doubled (exact): layers [0, 1, 2, 3]"],
@@ -127,7 +127,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("preset", VARIANTS)
 def test_every_preset_is_converted_with_all_of_its_settings_or_refused(preset, convert):
-    """Includes the settings that a preset inherits."""
+    """This includes the settings that a preset inherits."""
     if preset in PRESETS:
         _, new, lines = convert("gqa", f"attention={preset}")
         assert lines == PRESETS[preset]
@@ -149,7 +149,7 @@ def test_the_suggested_fix_for_a_hybrid_keeps_its_pattern(variant, preset, optio
     assert len(build_model(converted, "meta").blocks) == tree["depth"]
 
 
-# Source preset and its overrides; overrides of the conversion; the report.
+# The source preset with its overrides, the overrides of the conversion, and the report.
 APPROXIMATE = [
     ("mha", "attention.kv_heads=2", "key-value heads 4 -> 2, averaged"),
     ("gqa", "attention=sliding_window attention.window=7", "window None -> 7"),
@@ -198,13 +198,13 @@ def test_layers_that_share_keys_use_the_mean_of_their_projections(convert):
 
 @pytest.fixture
 def draw():
-    """A function: shape -> normal float64 values."""
+    """A function: shape -> normally distributed float64 values."""
     return partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rank", [8, 32, 64])
 def test_a_factorization_is_optimal_for_its_rank(rank, draw):
-    """Its residual equals that of the best map of this rank, known from singular values of the outputs."""
+    """The residual is the minimum for this rank, which the outputs' singular values give."""
     weight, x = draw(48, 64), draw(2000, 64) @ draw(64, 64)
     down, up = factorize(weight, x.mT @ x / len(x), rank)
     identity = torch.eye(min(rank, 48), dtype=torch.float64)
@@ -216,12 +216,12 @@ def test_a_factorization_is_optimal_for_its_rank(rank, draw):
 
 
 def test_the_shared_rotated_key_is_optimal(draw):
-    """Its residual equals that of a truncated SVD of sampled keys, for each pair of features."""
+    """For each pair of features, its residual matches a truncated SVD of sampled keys."""
     keys, x = draw(4, 6, 32), draw(500, 32) @ draw(32, 32)
     key, shares = share_rotated_key(keys, x.mT @ x / len(x))
 
     def by_pair(heads):
-        """(K, 6, D) -> outputs (3, K, 2 N): both features of a pair for all samples; they share their weights."""
+        """(K, 6, D) -> outputs (3, K, 2 N): both features of each pair for all samples."""
         return (heads @ x.mT).unflatten(1, (2, 3)).permute(2, 0, 1, 3).flatten(2)
 
     outputs = by_pair(keys)
@@ -232,7 +232,7 @@ def test_the_shared_rotated_key_is_optimal(draw):
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_a_query_without_rope_gives_the_mean_score_over_all_distances(factor, draw):
-    """Compared with every pair of positions, rotating queries and keys as complex numbers."""
+    """Compares with all pairs of positions, rotating queries and keys as complex numbers."""
     scaling = YaRN(factor=factor, fast=32, slow=1, context=8)
     attention = SimpleNamespace(rotary_dim=4, rope_base=100.0, rope_scaling=scaling)
     q, k = draw(2, 4, 1), draw(4)
@@ -245,7 +245,7 @@ def test_a_query_without_rope_gives_the_mean_score_over_all_distances(factor, dr
 
 
 def test_a_full_rank_latent_with_all_rotations_differs_only_by_its_norm(convert):
-    """With one key head and all rotations kept, the old model lacks only the latent's norm."""
+    """With one key head and all rotations, the models differ only in the norm of the latent."""
     old, new, _ = convert(
         "llama attention.kv_heads=1", "attention=mla attention.rank=16 attention.rope_dim=16"
     )
@@ -260,7 +260,7 @@ def test_a_full_rank_latent_with_all_rotations_differs_only_by_its_norm(convert)
 @pytest.mark.parametrize("variant", ["llama attention.kv_heads=1", "gqa attention.kv_heads=1"])
 @pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
 def test_a_latent_accounts_for_the_weights_of_the_preceding_norm(variant, size, convert):
-    """Norm weights of trained models are far from 1, and keys and values must not be scaled by them."""
+    """In trained models, norm weights are far from 1; they must not scale keys and values."""
     words = "attention=mla attention.rank=16 attention.rope_dim=16"
     old, new, _ = convert(variant, words, norm=size)
     x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(2))
@@ -339,7 +339,7 @@ def test_the_error_for_an_unsupported_conversion_suggests_the_nearest_supported_
 
 
 def listed() -> dict[str, set[str]]:
-    """The presets that docs/convert.md lists as converted and as refused."""
+    """The presets that docs/convert.md lists as converted or refused."""
     text = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
     presets = {}
     for title in ("Converted", "Refused"):
@@ -367,7 +367,7 @@ def test_the_conversion_page_lists_converted_and_refused_presets(preset, tokeniz
             converted_model.convert_config(
                 checkpoint.load_model_config(path), [f"attention={preset}", fix]
             )
-    # A new preset need not be on the page.
+    # A new preset does not have to be on the page.
     pages = [name for name, presets in listed().items() if preset in presets]
     assert pages in ([title], []), pages
 
@@ -386,7 +386,7 @@ def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
     result = command("tools/convert.py", "run", *words, "--out", "new").succeeded()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     assert "a latent of rank 32" in result.out
-    # Bytes of 2 x 4 heads of 16 features for 64 slots in 4 layers; of a latent of 32 and a key of 8.
+    # 64 slots in 4 layers hold 2 x 4 heads of width 16, or a latent of 32 and a key of 8.
     sizes = (2 * 2 * 4 * 16 * 64 * 4, 2 * (32 + 8) * 64 * 4)
     assert f"bf16: {sizes[0]:,} -> {sizes[1]:,} bytes" in result.out
     command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
@@ -397,7 +397,7 @@ def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
 
 @pytest.fixture
 def heal(command, tokenizer, story):
-    """A function: trains a model converted from the one in old/ -> the result, and its lines of metrics."""
+    """A function that trains a model converted from old/ -> the result and the metrics lines."""
     saved(Path("old"), tree_of("mha", "model.depth=2"), tokenizer)
     converted = command("tools/convert.py", "old", "attention=mqa", "--out", "mqa")
     assert "4 -> 1, averaged (approximate): layers [0, 1]" in converted.out, converted.err
@@ -440,7 +440,7 @@ def test_a_distillation_run_resumes_and_does_not_save_its_teacher(heal, command,
     assert taught[:2] == alone[:2] and taught != alone
     newest = checkpoint.find_model(Path("taught"))
     assert newest.name == "step-00000004"
-    # The teacher's checkpoint is recorded, because a teacher that trains further has a newer one.
+    # The teacher's checkpoint is recorded, because further training of the teacher adds newer ones.
     assert checkpoint.load_config(newest)["distill"] == str(checkpoint.find_model("old"))
     shutil.rmtree(newest)
     assert losses("taught", *teacher, "resume=true") == taught
@@ -449,6 +449,6 @@ def test_a_distillation_run_resumes_and_does_not_save_its_teacher(heal, command,
     refused = command("train.py", *TINY, *text, "distill=old", "steps=4")
     assert refused.code == 2 and "the teacher has another tokenizer" in refused.err, refused.err
     told = re.search(r"SHA-256 (\w+); the model: 300, (\w+)\)", refused.err)
-    assert told[1] != told[2]  # though sizes may be equal
+    assert told[1] != told[2]  # the hashes differ even if sizes are equal
     refused, _ = heal("other", "distill=nowhere")
     assert refused.code == 2 and "not a run (nowhere)" in refused.err

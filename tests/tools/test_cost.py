@@ -1,4 +1,4 @@
-"""The cost card equals measured allocations."""
+"""The cost table matches allocated models and caches."""
 
 import pytest
 import torch

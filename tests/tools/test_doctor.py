@@ -17,7 +17,7 @@ NOTHING = "nothing found that slows training"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function: simulates an NVIDIA driver whose GPU torch does not detect."""
+    """A function that simulates an NVIDIA driver with a GPU that torch does not detect."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
@@ -32,7 +32,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def diagnose(command, monkeypatch):
-    """Run the command on an idle machine with a compiler, unless a test changes it."""
+    """Run the command on a simulated idle machine with a compiler, which tests may modify."""
     monkeypatch.setattr(hardware, "multiplies_bf16", lambda device: True)
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

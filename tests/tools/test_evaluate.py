@@ -1,4 +1,4 @@
-"""The numbers of tools.evaluate equal independent computations."""
+"""The results of tools.evaluate match independent computations."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def evaluated(command, *words: str) -> dict:
 
 
 def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
-    """Save a run with these settings and one checkpoint: a tiny model with random parameters."""
+    """Save a run with these settings and one checkpoint of a tiny model with random parameters."""
     corpus = open_corpus(settings["data"])
     sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
@@ -45,7 +45,7 @@ def held_out_tokens() -> list[int]:
 def test_an_imported_model_reproduces_its_reference_loss(command):
     told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
-    # Only documents that the reference did not cut.
+    # Use only documents that the reference did not truncate.
     documents = (
         (DATASETS / "tinystories" / "valid.txt").read_text(encoding="utf-8").split("<|endoftext|>")
     )
@@ -69,7 +69,7 @@ def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
 
 @torch.no_grad()
 def nats_by_token(model: torch.nn.Module, tokens: list[int], context: int = 0) -> list[float]:
-    """Nats of all tokens but the first, in windows of `context` inputs, by default the model's."""
+    """Nats of all tokens except the first, in windows of `context` or the model's context."""
     context = context or model.context
     nats = []
     for start in range(0, len(tokens) - 1, context):
@@ -86,7 +86,7 @@ def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: 
 
 @torch.no_grad()
 def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) -> float:
-    """Total nats of all tokens but the first, in blocks; each block sees one context up to its end."""
+    """Total nats of all tokens except the first, by blocks; each block reads the same context."""
     context = context or model.context
     total = 0.0
     for index in range(1, len(tokens)):
@@ -99,7 +99,7 @@ def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) ->
 
 
 def test_windows_match_lm_evaluation_harness():
-    """The example of get_rolling_token_windows in lm-evaluation-harness, tests/test_utils.py."""
+    """Uses the get_rolling_token_windows example in lm-evaluation-harness, tests/test_utils.py."""
     prefix = -100
     rows = windows([prefix, *range(34)], 10)
     assert [(row.tokens[:-1], row.tokens[row.first :]) for row in rows] == [
@@ -114,7 +114,7 @@ def test_windows_match_lm_evaluation_harness():
 
 @pytest.mark.parametrize("family", ["SentencePiece", "Llama-3.2-1B", "SmolLM2-135M"])
 def test_bits_per_byte_match_a_plain_loop(command, story, tokenizer, family):
-    """For tokenizers with and without BOS in front of a prompt."""
+    """Tests tokenizers that do or do not prepend BOS to a prompt."""
     if family != "SentencePiece":
         write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
         tokenizer = import_tokenizer(Path())
@@ -187,7 +187,7 @@ def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
         Path("given.model").unlink()
         trained = Path("given")
     before = evaluated(command, "--run", str(trained), "--slices")
-    # If a tokenizer was trained again, it would differ.
+    # A newly trained tokenizer would be different.
     monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
     shutil.rmtree(".cache")
     assert evaluated(command, "--run", str(trained), "--slices") == before
@@ -198,7 +198,7 @@ def test_task_rows_have_the_length_of_the_context(command):
     saved_run(Path("runs/recall"), settings.model_dump())
     words = ("--run", "runs/recall", "--slices", "--context")
     slices = [set(evaluated(command, *words, context)["slices"]) for context in ("64", "128")]
-    # Answers follow the pairs, at a distance below the length of a row.
+    # Answers follow the pairs, at distances shorter than a row.
     assert slices[1] - slices[0] == {"distance 65-128"}
 
 

@@ -1,4 +1,4 @@
-"""An exported model is the same model in transformers, and importing it again restores it."""
+"""An exported model gives the same results in transformers, and importing it again restores it."""
 
 import io
 import resource
@@ -23,7 +23,7 @@ NASTY = (
     "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b ﬁ½", "had a red ball. " * 9,
     "if x:\n    return '</s>'\n",
 )  # fmt: skip
-# One preset for each exported class; tests/tools/test_parity.py has the others.
+# One preset per exported class. The others are in tests/tools/test_parity.py.
 EXPORTED = (
     "gqa",
     "llama model.tied=true attention.bias=true",
@@ -76,13 +76,13 @@ def test_an_export_can_be_loaded_by_transformers_and_imported_again(
     assert_greedy(ours, prompt, continued(ours, [prompt], 40, rows=1)[0], greedy)
     fast = AutoTokenizer.from_pretrained("there")
     for text in NASTY:
-        # The text of a special token is that token in a prompt, and plain text in a document.
+        # A special token's text is encoded as the token in prompts, but as plain text in documents.
         assert fast(text)["input_ids"] == tokenizer.encode_prompt(text), text
         ids = [tokenizer.bos, *tokenizer.encode(text)]
         assert fast(text, split_special_tokens=True)["input_ids"] == ids, text
         assert fast.decode(ids, skip_special_tokens=True) == text
 
-    # Import it again if the class is one of published models.
+    # Import it again if the importer supports its class.
     result = command("tools/import_hf.py", "there", "--out", "again")
     if type(theirs).__name__ not in IMPORTED:
         assert result.code == 2 and "unknown architecture" in result.err
@@ -95,7 +95,7 @@ def test_an_export_can_be_loaded_by_transformers_and_imported_again(
 
 
 def test_fine_tuning_programs_can_append_eos_and_pad(command, drawn_run):
-    """trl appends the text of EOS to each example; without its id, a tuned model would never stop."""
+    """trl appends the EOS text to each example. If it is not encoded as EOS, models never stop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     command("tools/export_hf.py", "--run", str(drawn_run), "--out", "there").succeeded()
@@ -105,7 +105,7 @@ def test_fine_tuning_programs_can_append_eos_and_pad(command, drawn_run):
         tokenizer("a ball" + tokenizer.eos_token)["input_ids"][-1] == model.config.eos_token_id[0]
     )
 
-    # Padding must not be EOS, which the loss would then ignore, and must not change a row of a batch.
+    # Padding must not be EOS, because the loss ignores padding, and must not change batch results.
     assert tokenizer.pad_token_id == model.config.pad_token_id == tokenizer.unk_token_id
     alone = tokenizer(["Ann", "Ann had a red ball"], return_tensors=None)["input_ids"]
     batch = tokenizer(
@@ -133,7 +133,7 @@ def test_a_model_without_a_transformers_class_is_refused(variant, command, token
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_preset_is_exported_or_refused(variant):
-    """Also holds for new presets."""
+    """This also applies to new presets."""
     try:
         config = to_hf_config(tree_of(variant))
     except ValueError as error:
@@ -143,7 +143,7 @@ def test_every_preset_is_exported_or_refused(variant):
 
 
 def measured(column: int) -> dict[str, str]:
-    """Read a column of the table of programs in docs/formats.md: each cell's first word by preset."""
+    """Read a column of the program table in docs/formats.md -> each cell's first word by preset."""
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     table = text.partition("### What works in which program")[2].partition("\n\n- ")[0]
     cells = {}
@@ -165,7 +165,7 @@ def test_warnings_name_the_programs_that_measurably_misread_an_export(preset):
         assert (program in named) == is_wrong or difference == "-", (program, named)
     if "window" not in preset and "geglu" not in preset:
         assert not named
-    # One program reads tokenizer.model differently if there is no other file.
+    # If tokenizer.model is the only file, llama.cpp reads it differently.
     named = " ".join(describe_misreadings(config, ["tokenizer.model"]))
     assert ("llama.cpp puts a space" in named) == (config["model_type"] == "qwen3")
 

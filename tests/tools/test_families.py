@@ -1,4 +1,4 @@
-"""Published models with a tokenizer.json: import, generation, training and export equal transformers."""
+"""Models with a tokenizer.json match transformers after import, training and export."""
 
 import json
 import shutil
@@ -22,20 +22,20 @@ from tools.export_hf import kept_files
 from tools.formats.special_tokens import import_tokenizer
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
-# Families whose post-processor puts nothing in front of a text.
+# Families whose post-processor does not prepend BOS.
 WITHOUT_BOS = ("SmolLM2-135M", "Qwen3-0.6B", "SmolLM3-3B")
 PROMPT = "Ann had a red ball."
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A function: family -> its folder, and the imported model; made once."""
+    """A function: family -> its folder and the imported run, created once."""
     root = tmp_path_factory.mktemp("published")
 
     def made(family: str) -> tuple[Path, Path]:
         folder = root / family
         if not folder.exists():
-            # The smallest one is saved in several files.
+            # The smallest model is saved in several files.
             save = {"max_shard_size": "200KB"} if family == "SmolLM2-135M" else {}
             texts = tell(root).read_text(encoding="utf-8").split("\n")
             make_folder(folder, family, LAYERS[family], texts, **save)
@@ -47,7 +47,7 @@ def published(tmp_path_factory):
 
 
 def loaded(folder: Path):
-    """Load model and tokenizer by transformers, in fp32."""
+    """Load the model (in fp32) and the tokenizer with transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -55,7 +55,7 @@ def loaded(folder: Path):
 
 
 def assert_same(folder: Path, ours: torch.nn.Module, tokenizer: Tokenizer) -> None:
-    """Assert that logits, and the ids of difficult texts, equal transformers."""
+    """Assert that logits and the ids of difficult texts match transformers."""
     theirs, their_tokenizer = loaded(folder)
     for text in NASTY:
         ids = their_tokenizer(text)["input_ids"]
@@ -86,8 +86,8 @@ def test_logits_ids_and_text_match_transformers(family, published, command):
     words = ("--temperature", "0", "--max-new-tokens", "40", "--device", "cpu", "--dtype", "fp32")
     result = command("generate.py", "--run", str(run), PROMPT, *words)
     assert result.code == 0
-    # In a run of bytes that is not valid UTF-8, ByteFallback also replaces valid characters. If text
-    # is printed token by token, they are already printed.
+    # In a byte sequence that is not valid UTF-8, ByteFallback also replaces valid characters. When
+    # streaming token by token, these characters have already been printed.
     if family not in ("TinyLlama-1.1B", "Mistral-7B-v0.3") or "\ufffd" not in expected:
         assert result.out.removesuffix("\n") == expected.removesuffix("\n")
 
@@ -117,7 +117,7 @@ def test_transformers_can_load_a_trained_and_exported_model(family, published, c
     lines = metrics("runs/t")
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb"]
     newest = checkpoint.find_model("runs/t")
-    assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # with rows without a token
+    assert checkpoint.load_config(newest)["model"]["vocab_size"] == 640  # some rows have no token
     command("tools/export_hf.py", "--run", "runs/t", "--out", "there").succeeded()
     tokenizer = Tokenizer.load(newest / "tokenizer.json")
     assert_same(Path("there"), load_model(newest, "cpu"), tokenizer)
@@ -130,7 +130,7 @@ def test_documents_are_encoded_as_plain_text_between_bos_and_eos(
     path = checkpoint.find_model(published(family)[1]) / "tokenizer.json"
     tokenizer = Tokenizer.load(path)
     token = tokenizer.processor.id_to_token(tokenizer.eos)
-    # The text of a special token is that token in a prompt, and plain text in a document.
+    # The text of a special token is encoded as the token in prompts and as plain text in documents.
     assert tokenizer.eos in tokenizer.encode_prompt(f"a {token} b")
     (document,) = tokenizer.encode_documents([f"a {token} b"])
     text = document[1:] if tokenizer.bos in tokenizer.eos_ids else document[1:-1]
@@ -173,7 +173,7 @@ TEMPLATE = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor
 def test_chat_template_padding_and_sampling_settings_round_trip(
     kind, place, published, command, story, tokenizer, tmp_path
 ):
-    """From a folder saved by transformers, through training, to an exported folder."""
+    """The settings of a folder saved by transformers survive import, training and export."""
     from transformers import AutoTokenizer, GenerationConfig
 
     if kind == "tokenizer.json":
@@ -224,7 +224,7 @@ IDS = ("bos_token_id", "eos_token_id")
 def test_special_token_ids_and_all_chat_templates_round_trip(
     kind, generation, published, command, tokenizer, tmp_path
 ):
-    """Also ids that contradict each other, and templates in any file."""
+    """This includes contradictory ids, and templates in any file."""
     from transformers import AutoTokenizer
 
     if kind == "tokenizer.json":
@@ -261,7 +261,7 @@ def test_special_token_ids_and_all_chat_templates_round_trip(
     if generation is not None:
         content = json.loads(file.read_text(encoding="utf-8"))
         assert content | generation == content and not {"bos_token_id", "imported_ids"} & {*content}
-    # A BOS that no text starts with is named.
+    # A BOS that is never prepended is reported.
     assert f"note: config.json has bos_token_id {came['bos_token_id']}, " in note
 
 

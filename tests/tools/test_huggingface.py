@@ -1,4 +1,4 @@
-"""A config.json is read as transformers reads it, or refused."""
+"""A config.json is either read in the same way as by transformers, or refused."""
 
 import pytest
 import torch
@@ -52,14 +52,14 @@ def test_a_top_level_original_context_takes_precedence():
     config["rope_parameters"] = LLAMA3 | {"rope_theta": 500.0}
     del config["rope_scaling"]
     theirs = AutoConfig.for_model(**config)
-    theirs.standardize_rope_params()  # as in computing frequencies
+    theirs.standardize_rope_params()  # as transformers does before computing frequencies
     assert theirs.rope_parameters["original_max_position_embeddings"] == 16
     assert from_hf_config(config)[1]["attention"]["rope_scaling"]["context"] == 16
 
 
 @pytest.mark.parametrize("variant", BACK)
 def test_an_exported_config_is_read_back_unchanged(variant):
-    """A written config builds equal modules, also with null for a size."""
+    """An exported config builds equal modules, even if a size is null."""
     tree = tree_of(*variant.split(), "model.depth=3")
     _, again = from_hf_config(to_hf_config(tree))
     blocks = [build_model(each, "meta").blocks for each in (tree, again)]
@@ -75,7 +75,7 @@ def test_an_exported_config_is_read_back_unchanged(variant):
     "variant", ["gqa", "l2norm", "differential attention.qk_norm=null", "mla", "kda"]
 )
 def test_the_configured_epsilon_applies_to_every_norm(variant):
-    """rms_norm_eps in a folder of transformers applies to every norm, also without weights."""
+    """In transformers, rms_norm_eps applies to every norm, including norms without weights."""
     import transformers
 
     tree = tree_of(*variant.split()) | {"norm_eps": 0.1}
@@ -107,7 +107,7 @@ def test_exported_latent_attention_does_not_depend_on_rope_interleave(variant):
 
 
 def test_a_rope_scaling_that_transformers_lacks_is_refused():
-    """It would be exported without any scaling."""
+    """Otherwise, it would be exported without any scaling."""
     tree = tree_of("llama", "attention.rope_scaling={_target_:model.rope.Scaling,factor:4}")
     with pytest.raises(ValueError, match=r"this scaling \({'_target_': 'model.rope.Scaling'"):
         to_hf_config(tree)

@@ -1,4 +1,4 @@
-"""One command turns a Hugging Face folder into a checkpoint, or refuses it in one line."""
+"""One command converts a Hugging Face folder to a checkpoint, or refuses it in one line."""
 
 import json
 import os
@@ -39,7 +39,7 @@ INDEX = f"{WEIGHTS}.index.json"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer) -> Path:
-    """A run, and a Hugging Face folder of the same model."""
+    """A folder with a run and with a Hugging Face folder of the same model."""
     root = tmp_path_factory.mktemp("exported")
     saved(root / "run", tree_of("llama"), tokenizer)
     export_hf.main(Namespace(run=root / "run", out=root / "there", dtype="f32"))
@@ -48,12 +48,12 @@ def exported(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture
 def there(exported, tmp_path) -> Path:
-    """A copy of the folder that the test may change."""
+    """A copy of the Hugging Face folder that the test may modify."""
     return shutil.copytree(exported / "there", tmp_path / "there")
 
 
 def imported(command, folder: Path) -> dict[str, torch.Tensor]:
-    """Import a folder by the command -> its weights."""
+    """Import a folder with the command -> its weights."""
     command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
     return load_model(checkpoint.find_model("new"), "cpu").state_dict()
 
@@ -88,7 +88,7 @@ def test_an_imported_model_generates_its_reference_story_and_can_be_trained_furt
     )
     result = command("train.py", "init_from=new", *words).succeeded()
     losses = [(line["step"], line["val_loss"]) for line in metrics("run") if "val_loss" in line]
-    # For 5 seeds, in fp32 and bf16: 1.602 to 1.603 at the start, 1.574 to 1.577 at the end.
+    # Over 5 seeds, in fp32 and bf16: 1.602 to 1.603 at the start, 1.574 to 1.577 at the end.
     assert [step for step, _ in losses] == [0, 6, 12] and losses[2][1] < losses[0][1] < 2
 
 
@@ -118,14 +118,14 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-# Entries that transformers 4 omits, and their defaults.
+# Entries that transformers 4 omits, with their defaults.
 LEFT_OUT = {"SmolLM3": ("tie_word_embeddings", True)}
 
 
 def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
     """Save a small random model of a transformers class with our tokenizer.
 
-    transformers cannot read such a tokenizer for Qwen2, which gets one of its family.
+    transformers cannot read our tokenizer for Qwen2, which gets a tokenizer of its family.
     """
     import transformers
 
@@ -224,7 +224,7 @@ def test_shards_bf16_weights_and_old_files_are_imported(command, there, has_inde
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_torch_state_dict(weights | old, there, max_shard_size=50_000)
     assert len(list(there.glob("*.safetensors"))) > 2
-    if not has_index:  # then all files are read, whatever their names
+    if not has_index:  # without an index, all files are read
         (there / INDEX).unlink()
         min(there.glob("*.safetensors")).rename(there / "first.safetensors")
     assert torch.equal(imported(command, there)["head.weight"], weights["lm_head.weight"].float())
@@ -232,7 +232,7 @@ def test_shards_bf16_weights_and_old_files_are_imported(command, there, has_inde
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_weight_files_that_transformers_does_not_read_are_ignored(command, there, is_sharded):
-    """Only the files that transformers reads are read, in realistic folders."""
+    """Folders of published models often contain additional copies of weights and adapters."""
     from transformers import AutoModelForCausalLM
 
     weights = load_file(there / WEIGHTS)
@@ -296,7 +296,7 @@ def without_a_shard(there: Path) -> None:
 
 
 def with_a_stale_shard(there: Path) -> None:
-    """Without an index, it is unknown which shards belong to the model."""
+    """Add an old shard. Without an index, it is unknown which shards belong to the model."""
     split(there)
     (there / INDEX).unlink()
     shard = min(there.glob("model-*-of-*.safetensors"))
@@ -367,7 +367,7 @@ def test_a_sentencepiece_model_takes_bos_and_eos_from_its_configs(
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0}
 MSCALE = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}
-# The exit code, the damage and the message.
+# The exit code, the damage, and a part of the message.
 DAMAGES = {
     "pickle": (3, pickled, "a pickle"),
     "shape": (3, reweigh(model__norm__weight=torch.ones(63)), "model.norm.weight"),
@@ -427,7 +427,7 @@ DAMAGES = {
     ),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }
-# Features of these classes are not supported.
+# These classes have unsupported features.
 for name in ("Llama4", "GraniteSWA", "DiffLlama", "DeepseekV3", "Qwen3_5"):
     DAMAGES[name] = (2, change(architectures=[f"{name}ForCausalLM"]), "unknown architecture")
 

@@ -1,4 +1,4 @@
-"""The trend over model sizes: its slope, its interval and its rate of false positives."""
+"""The trend over model sizes: slope, interval and false positive rate."""
 
 import math
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ DIMS = {64: 1e12, 96: 4e12, 128: 13e12, 192: 64e12}  # FLOPs per run
 
 
 def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
-    """Rungs with `numbers` of seeds and `spreads` over them; variant a has the `lead`."""
+    """Simulate rungs with these numbers of seeds and deviations; variant a has a `lead`."""
     rungs = []
     for (dim, flops), number, spread in zip(DIMS.items(), numbers, spreads, strict=True):
         samples = {}
@@ -36,7 +36,7 @@ def test_the_trend_is_the_slope_of_a_line_fitted_to_the_differences():
 
 
 def test_one_variant_at_two_sizes_gives_the_interval_of_an_interaction_test():
-    """With equal numbers of seeds: the t-test of the change of (a - base) between the sizes."""
+    """With equal numbers of seeds, this is the t-test for a change of (a - base) with the size."""
     draw = np.random.default_rng(1)
     rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="a")[:2]
     trend = judge_trends(rungs, "base")["a"]
@@ -109,7 +109,7 @@ def test_a_report_on_several_sizes_describes_the_trend(tmp_path):
     "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
 )
 def test_equal_variants_rarely_show_a_trend(spreads):
-    """Of 500 tables of equal variants, at most 5 % have a trend, within the sampling error."""
+    """At most 5 % of 500 tables with equal variants have a trend, within the sampling error."""
     draw = np.random.default_rng(4)
     false = 0
     for _ in range(500):

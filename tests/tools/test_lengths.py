@@ -17,7 +17,7 @@ CONTEXT = 8
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch, story):
-    """A function: overrides of an attention -> the folder of a run on the story."""
+    """A function: attention overrides -> the folder of a run on the story."""
     monkeypatch.chdir(tmp_path)
     text = (f"context={CONTEXT}", "data=text", f"data.path={story}", "data.vocab_size=400")
 
@@ -39,7 +39,7 @@ def test_losses_match_a_plain_loop(run_of, variant):
         newest = checkpoint.newest_checkpoint(run)
         model = load_model(newest, "cpu", context=context).double()
         nats = []
-        # Score blocks of half a context, the first one after three and a half contexts.
+        # Score blocks of half a context, starting after three and a half contexts.
         for end in range(4 * CONTEXT + 1, len(tokens) + 1, CONTEXT // 2):
             nats += nats_by_token(model, tokens[end - context - 1 : end])[-CONTEXT // 2 :]
         assert len(nats) > 30

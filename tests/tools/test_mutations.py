@@ -1,4 +1,4 @@
-"""Any mutated config.json gives a model with the logits of transformers, or is refused."""
+"""Models from mutated config.json files match the logits of transformers, or are refused."""
 
 import random
 
@@ -86,7 +86,7 @@ def of_transformers(config: dict) -> torch.nn.Module:
 
 @torch.no_grad()
 def count_alike(name: str, count: int, folder) -> int:
-    """Mutate a config `count` times -> how often both programs accepted it."""
+    """Mutate a config `count` times -> the number of mutations that both programs accepted."""
     torch.manual_seed(0)
     draw = random.Random(name)
     config = whole = SIZES | CLASSES[name]

@@ -1,4 +1,4 @@
-"""The page of a comparison in a real browser, with the screens of a desktop and a phone."""
+"""The comparison page in a real browser, at the widths of a desktop and a phone."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +17,7 @@ PHONE = 390
 
 
 def many(names: list[str], num_seeds: int = 3, outlier: float = 0.0) -> list[Run]:
-    """Runs with these names and different losses; the last variant is off by `outlier`."""
+    """Runs with these names and different losses; `outlier` is added to the last variant's loss."""
     draw = np.random.default_rng(0)
     model = text_run("gqa", 0, 1.0)
     runs = []
@@ -32,7 +32,7 @@ def many(names: list[str], num_seeds: int = 3, outlier: float = 0.0) -> list[Run
 
 
 def with_long_settings() -> list[Run]:
-    """Two variants with one name that differ in many settings with long values."""
+    """Variants with the same name that differ in many settings with long values."""
     runs = []
     changed = ("model.hidden=100", "attention.rope_fraction=0.5", "attention.gated=true")
     for overrides in ((), changed, ("optimizer=adamw", "attention=gdn", "data=text")):
@@ -50,7 +50,7 @@ def page_of(runs: list[Run], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict[str, dict]:
-    """Measurements of each page in a browser, by "NAME WIDTH"."""
+    """Browser measurements of each page, by "NAME WIDTH"."""
     folder = tmp_path_factory.mktemp("pages")
     names = [f"variant_{number}" for number in range(30)]
     two = many(["gqa", "mha"])
@@ -115,7 +115,7 @@ def test_clicking_a_column_title_sorts_by_that_column(seen, name):
             kinds = [kind(cell) for cell in cells]
             numbers = [number(cell) for cell in cells if kind(cell) == 0]
             words = [cell for cell in cells if kind(cell) == 1]
-            # Numbers, then words, then empty cells, in both directions.
+            # In both directions: numbers first, then words, then empty cells.
             assert kinds == sorted(kinds), column["title"]
             assert numbers == sorted(numbers, reverse=is_falling), column["title"]
             assert words == sorted(words, reverse=is_falling), column["title"]

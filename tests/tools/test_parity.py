@@ -1,4 +1,4 @@
-"""Logits of each variant equal an independent implementation: a class of `transformers`."""
+"""The logits of each variant match an independent implementation in `transformers`."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tools.formats.weights import hf_weights
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."
 NO_NORMS = "attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null"
-# Variant and overrides: the class.
+# A variant with overrides: the transformers class.
 CLASSES = {
     "llama": "Llama",
     "llama attention.bias=true model.tied=true": "Llama",
@@ -48,7 +48,7 @@ CLASSES = {
     "mla attention.rope_base=null": "KimiLinear",
     "gated": "Qwen3_5",
     "gated attention.rope_fraction=0.5": "Qwen3_5",
-    # Heads wider (as in Qwen3-0.6B) and narrower than dim / heads.
+    # Heads that are wider (as in Qwen3-0.6B) or narrower than dim / heads.
     "llama attention.head_dim=32": "Llama",
     "gqa attention.head_dim=32": "Qwen3",
     "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
@@ -75,7 +75,7 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def compare(variant: str) -> tuple[float, float]:
-    """Largest differences of logits in fp32: ours and theirs, and our cached and full forward."""
+    """Largest fp32 differences of logits: ours to theirs, and our cached to our full forward."""
     ours, theirs = both_of(variant)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_attention_maps_match_transformers(variant):
 
 
 def compare_softcap() -> float:
-    """Compare only the attention layer, because no class has our block with a soft-cap."""
+    """Compare only the attention layer, because no class combines our block with a soft-cap."""
     from transformers import Gemma2Config
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
 

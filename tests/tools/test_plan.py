@@ -21,7 +21,7 @@ def num_parameters(overrides: list[str]) -> int:
 
 @pytest.fixture
 def plan_jobs(monkeypatch):
-    """A function: the jobs that a comparison would train, without training them."""
+    """A function that plans the jobs of a comparison without training them."""
     monkeypatch.setattr(plan, "train_all", lambda jobs: None)
     return lambda words, match, folder: train_variants(
         plan_variants(words, match, folder, has_search=False), has_search=False
@@ -104,12 +104,12 @@ def test_sizes_are_matched_within_each_model_size(plan_jobs):
     assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
 
 
-BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # each variant's best factor of the rates
+BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best learning rate factor of each variant
 
 
 @pytest.mark.parametrize("diverges_from", [math.inf, 4.0])
 def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_from):
-    """Losses are a parabola in the logarithm of the rate, and diverge above some factor."""
+    """Losses are a parabola in the logarithm of the rate; runs diverge from some factor on."""
     rates = []
 
     def train_all(jobs: list[Job]) -> None:
@@ -127,12 +127,12 @@ def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_fr
     variants = plan_variants(words, "none", Path("out"), has_search=True)
     jobs = train_variants(variants, has_search=True)
 
-    # Each factor is tried once, with the seed of the search, until the best one is inside the range.
+    # Each factor is tried once with the search seed, until the best one is inside the range.
     tried = {name: [x for each, seed, x in rates if (each, seed) == (name, 1000)] for name in BOWL}
     assert sorted(tried["gqa"]) == pytest.approx([0.25, 0.5, 1, 2, 4], rel=1e-3)
     assert min(tried["mha"]) == pytest.approx(0.125, rel=1e-3)
     assert max(tried["mqa"]) == pytest.approx(8 if diverges_from > 8 else 4, rel=1e-3)
-    # The parabola is exact, but a factor that diverged is never chosen.
+    # The optimum of the parabola is found exactly, but a diverged factor is never selected.
     best = BOWL | ({"mqa": 2.0} if diverges_from == 4 else {})
     for name, seed, factor in rates[-6:]:
         assert seed in (0, 1) and factor == pytest.approx(best[name], rel=0.01)

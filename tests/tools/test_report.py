@@ -1,4 +1,4 @@
-"""The report states exactly what the runs show, in every measure."""
+"""The report is correct in every measure, and its claims match the data."""
 
 import html
 import math
@@ -33,7 +33,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """A function: writes the report of runs -> report.html and the summary."""
+    """A function that writes a report on runs -> report.html and the summary."""
     folder = tmp_path_factory.mktemp("report")
 
     def written(runs: list[Run], **problems: str) -> tuple[str, str]:
@@ -50,15 +50,15 @@ def whole(write) -> tuple[str, str]:
 
 
 def test_each_variant_has_a_row_with_every_measure(whole):
-    # The task has no parts.
+    # Tasks have no parts table.
     rows, costs, parts, settings, recall = (table(whole[0], number) for number in range(5))
-    # The best first.
+    # The best variant comes first.
     for each in (rows, costs, parts, settings, recall):
         assert list(each) == ["mqa", "gqa", "retention"]
     assert rows["gqa"]["verdict"] == "baseline"
     assert rows["mqa"]["loss, bits per byte"] == "0.9817"
     difference = rows["retention"]["difference from gqa"]
-    # Dunnett's critical value for two variants and 6 degrees of freedom is 2.86 (his table).
+    # In Dunnett's table, the critical value for two variants and 6 degrees of freedom is 2.86.
     half = 2.86 * np.std([0, 0.001, 0.004], ddof=1) * (2 / 3) ** 0.5
     ends = [float(end) for end in re.findall(r"[+-][\d.]+", difference)]
     assert ends == pytest.approx([0.2, 0.2 - half, 0.2 + half], abs=1.1e-4)
@@ -78,7 +78,7 @@ def test_the_number_of_seeds_that_solve_a_task_is_reported(whole):
     page, summary = whole
     rows = table(page, 4)
     assert [row["seeds that solve it"] for row in rows.values()] == ["3 of 3", "2 of 3", "0 of 3"]
-    # gqa-0 solves the task at its first evaluation, gqa-1 does not.
+    # gqa-0 solves the task at its first evaluation, but gqa-1 does not.
     assert rows["mqa"]["million tokens until then"] == "0.00"
     assert rows["retention"]["million tokens until then"] == "never"
     assert rows["retention"]["accuracy, %"] == "17.0 to 20.0"
@@ -131,7 +131,7 @@ def test_the_report_shows_the_results_of_the_search(write):
     page, summary = write(runs + [r for name, each in edge.items() for r in searched(name, each)])
     assert table(page, 0)["retention"]["verdict"] == "best rate at the edge"
     assert "rate may lie outside the range tried: retention." in summary
-    # A search is shown before there are runs to judge.
+    # A search is shown even before there are runs to judge.
     page, summary = write(searched("gqa", found["gqa"]))
     assert table(page, 0)["gqa"]["best factor"] == "1"
     assert summary.startswith("No answer yet: no run of gqa, the baseline, has finished.")
@@ -154,7 +154,7 @@ def test_a_baseline_without_a_finished_run_is_not_replaced(write):
     page, summary = write(runs)
     assert summary.startswith("No answer yet: no run of mha, the baseline, has finished.")
     assert "verdict" not in page
-    # The order of the runs does not choose another baseline either.
+    # The order of the runs does not change the baseline.
     runs = [replace(run, baseline="mqa") for run in RUNS if run.task == "text"]
     assert table(write(runs)[0], 0)["mqa"]["verdict"] == "baseline"
 
@@ -182,7 +182,7 @@ def test_the_page_is_self_contained_and_supports_color_schemes(whole):
     parts = ["<h1>", "Only a hint: mqa&#x27;s loss is lower", "<svg", "<table", "<details"]
     places = [page.index(part) for part in parts]
     assert places == sorted(places)
-    # These parts are folded.
+    # These parts are collapsed.
     folded = page[page.index("<details") :]
     assert "would have been detected (80 % power)." in folded
     assert "python -m tools.compare --margin 0.02\n\nmodel._target_=" in folded
@@ -194,7 +194,7 @@ ENOUGH = "steps={} max_minutes=null, about {} per run at this speed"
 
 
 def tuned(runs: list[Run]) -> list[Run]:
-    """The runs, and for each variant a learning rate search with the best rate inside its range."""
+    """Add a learning rate search for each variant, with the best rate inside its range."""
     firsts = {}
     for run in runs:
         firsts.setdefault(run.settings["name"], run)
@@ -206,7 +206,7 @@ def tuned(runs: list[Run]) -> list[Run]:
 
 
 def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
-    """Runs with these losses on over ten tokens per parameter; seeds differ by 0.001."""
+    """Runs with these losses and over ten tokens per parameter; losses of seeds differ by 0.001."""
     runs = []
     for name, loss in losses.items():
         for seed in range(num_seeds):
@@ -215,7 +215,7 @@ def trained_enough(losses: dict[str, float], num_seeds: int = 3) -> list[Run]:
 
 
 def answer_of(write, runs: list[Run]) -> str:
-    """The summary's text above its table; it starts like the page."""
+    """The summary's text above its table; the page starts with the same line."""
     page, summary = write(runs)
     lines = summary.splitlines()
     assert html.unescape(re.search('<p class="answer">(.*?)</p>', page)[1]) == lines[0]
@@ -227,7 +227,7 @@ def answer_of(write, runs: list[Run]) -> str:
 def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     losses = {"gqa": 1.0, "mqa": 0.98, "mha": 0.99, "retention": 1.2}
     answer = answer_of(write, tuned(trained_enough(losses)))
-    # Dunnett's critical value for three variants and 8 degrees of freedom is 2.88 (his table).
+    # In Dunnett's table, the critical value for three variants and 8 degrees of freedom is 2.88.
     half = 2.88 * 0.001 * (2 / 3) ** 0.5
     interval = f"{0.02 - half:.3f} to {0.02 + half:.3f}"
     assert answer.startswith(
@@ -255,7 +255,7 @@ def test_the_answer_reports_that_no_variant_is_better_for_certain(write):
         "As good (at most 0.01 bits per byte worse): mha, mqa (50 % of the cache). "
         "Worse: retention."
     )
-    # With untuned rates, the answer does not claim equality either.
+    # With untuned rates, the answer adds that it is not reliable.
     answer = answer_of(write, trained_enough(losses))
     assert answer.startswith(
         "No variant is better than gqa for certain, at learning rates that were not tuned. "
@@ -288,7 +288,7 @@ def test_variants_with_a_best_rate_at_the_edge_or_diverged_runs_are_not_judged(w
 
 
 def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
-    """Runs on recall; the first `solved` seeds of each variant solve it."""
+    """Runs on recall, which the first `solved` seeds of each variant solve."""
     runs = []
     for name, count in solved.items():
         runs += [recall_run(name, n, 0.95 if n < count else 0.3) for n in range(num_seeds)]
@@ -296,25 +296,25 @@ def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
 
 
 def test_the_answer_for_a_task_counts_seeds_and_reports_if_they_suffice(write):
-    # Fisher's exact test of 4 of 4 against 0 of 4: 2 / 70, less than 5 %.
+    # Fisher's exact test of 4 of 4 against 0 of 4 gives p = 2 / 70, below 5 %.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
     assert answer.startswith(
         "Take mqa: 4 of 4 seeds solve recall (at least 90 % accuracy), and 0 of 4 seeds of gqa;"
     )
-    # 3 of 3 against 0 of 3: 2 / 20.
+    # 3 of 3 against 0 of 3 gives p = 2 / 20.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 3}, 3)))
     assert answer.startswith(
         "Too little data to choose: 3 of 4 seeds. A reliable answer needs 4 seeds per variant "
         "(seed=0,1,2,3). Seeds that solve recall: mqa 3 of 3 (50 % of the "
         "cache), gqa 0 of 3."
     )
-    # With two variants the level is halved, and 4 seeds are not enough.
+    # With two variants, the significance level is halved, and 4 seeds are not enough.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4, "mha": 1}, 4)))
     assert answer.startswith("Too little data to choose: 4 of 5 seeds.")
     answer = answer_of(write, recalled({"gqa": 0, "mqa": 5, "mha": 5}, 5))
     assert answer.startswith("Only a hint, for mqa: 5 of 5 seeds") and UNTUNED in answer
     assert "Also better than gqa: mha; which of them is best was not tested." in answer
-    # A better rate may lie outside the range.
+    # A better rate may be outside the range.
     runs = recalled({"gqa": 0, "mqa": 4}, 4)
     edge = [replace(runs[0], factor=factor, lines=[{"val_loss": factor}]) for factor in (1.0, 0.5)]
     inside = [run for run in tuned(runs) if run.factor and run.settings["name"] == "mqa"]
@@ -342,7 +342,7 @@ def test_the_answer_names_a_smaller_cache_that_solves_a_task_equally_well(write)
 
 
 def test_a_text_that_is_too_short_is_reported(write):
-    """gqa has 598,400 parameters here, and runs are trained on 1,000 tokens."""
+    """Here, gqa has 598,400 parameters, and runs train on 1,000 tokens."""
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(3)]
     parameters = max(run.model.num_parameters() for run in runs)
     for epoch, is_told in ((0.0005, False), (0.02, True)):
@@ -409,7 +409,7 @@ def test_the_first_line_reports_too_few_seeds_or_tokens(write, ratio, num_seeds,
     if doubt is None:
         assert first.startswith("No variant is better than gqa for certain. Undecided")
     else:
-        # Steps of 512 tokens, at 100 tokens a second.
+        # Steps of 512 tokens at 100 tokens per second.
         time = timedelta(seconds=round(10 * parameters / 100))
         short, remedy = doubt
         remedy = remedy.format(math.ceil(10 * parameters / 512), time)
@@ -430,7 +430,7 @@ def test_settings_are_listed_as_differences_from_the_baseline():
     gqa = text_run("gqa", 0, 1.0)
     assert changes(text_run("gqa", 1, 1.0), gqa) == ""
     assert changes(text_run("mha", 0, 1.0, "model.hidden=100"), gqa) == "hidden=100, kv_heads=4"
-    # Each kind of layer is compared with the only kind of the baseline.
+    # Each kind of layer is compared with the baseline's only kind.
     window_nope = changes(text_run("window_nope", 0, 1.0), gqa)
     assert window_nope.startswith("kinds.local.window=128, kinds.full.rope_base=None, _target_=")
 
@@ -445,7 +445,7 @@ def test_plot_rows_are_labelled_without_overlap(count):
     labels = axes.get_yticklabels()
     assert [label.get_text() for label in labels] == [row.label for row in rows]
     boxes = [label.get_window_extent() for label in labels]
-    # Labels are in order, without overlap, inside the picture and off the edges of the plot.
+    # Labels are in order, do not overlap, and are inside the figure and away from the plot's edges.
     for above, below in pairwise(boxes):
         assert above.y0 >= below.y1
     assert min(box.x0 for box in boxes) >= 0 and boxes[-1].y0 >= 0
@@ -460,7 +460,7 @@ def test_outliers_do_not_stretch_the_plot_axis():
     (axes,) = figure.axes
     low, high = axes.get_xlim()
     assert -0.1 < low < 0 and 0.05 < high < 0.1
-    # Points outside are an arrow at the end, with their values next to the row.
+    # Points outside the axis are shown as an arrow at its end, with their values in the row.
     assert [text.get_text() for text in axes.texts[2:]] == ["2 seeds: +5 to +5.25"]
     arrows = [line for line in axes.lines if line.get_marker() == ">"]
     assert [line.get_xydata().tolist() for line in arrows] == [[[high, 5]]]
@@ -482,7 +482,7 @@ def test_long_names_fit_into_a_plot():
         (legend,) = figure.legends
         texts = [axes.xaxis.label, *figure.texts, *axes.get_yticklabels(), *axes.texts]
         texts += legend.get_texts()
-        # Only the two directions may touch, at the line of the baseline.
+        # Only the two direction labels may touch, at the baseline.
         boxes = [text.get_window_extent() for text in texts if text not in axes.texts[:1]]
         assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
         for text in texts:
@@ -494,7 +494,7 @@ def test_long_names_fit_into_a_plot():
 def test_the_plot_axis_shows_which_direction_is_better():
     losses = report.compare_losses(sort_runs(RUNS[:9]), 0.01).figure
     accuracies = report.compare_accuracies(sort_runs(RUNS[9:])).figure
-    # The directions are also above the line of the baseline.
+    # The directions are also labelled above the baseline.
     above = [text.get_text().strip() for text in losses.axes[0].texts[:2]]
     assert above == ["\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"]
     assert losses.get_supxlabel().startswith("\N{LEFTWARDS ARROW} better")

@@ -1,4 +1,4 @@
-"""The verdicts better, worse and as good have small error rates."""
+"""The verdicts "better", "worse" and "as good" have small error rates."""
 
 import math
 
@@ -23,7 +23,7 @@ def interval(verdict) -> tuple[float, float]:
 
 
 def test_intervals_match_the_example_of_dunnett_1955():
-    """The example of Dunnett's paper, blood counts under two drugs, with the allowances of his table."""
+    """The example in Dunnett's paper, blood counts under two drugs, with his table's allowances."""
     control = [7.40, 8.50, 7.20, 8.24, 9.84, 8.32]
     drugs = {"a": [9.76, 8.80, 7.68, 9.36], "b": [12.80, 9.68, 12.16, 9.20, 10.55]}
     verdicts = judge(control, drugs, 0.01)
@@ -42,7 +42,7 @@ def test_intervals_for_many_variants_match_scipy():
     baseline, *variants = np.random.default_rng(0).normal(0, 1, (9, 4))
     test = stats.dunnett(*variants, control=baseline, rng=np.random.default_rng(0))
     verdicts = judge(baseline, dict(enumerate(variants)), 0.01).values()
-    # scipy searches for the intervals with a tolerance.
+    # scipy computes the intervals iteratively, with a tolerance.
     for verdict, *expected in zip(verdicts, *test.confidence_interval(), strict=True):
         assert interval(verdict) == pytest.approx(tuple(expected), abs=0.003 * np.ptp(expected))
 
@@ -61,7 +61,7 @@ def test_the_interval_for_one_variant_matches_a_t_test(sizes, level):
 
 
 def test_unequal_variances_use_welch_intervals():
-    """Welch's formula by hand, with Bonferroni's correction for two variants."""
+    """Computes Welch's formula directly, with a Bonferroni correction for two variants."""
     draw = np.random.default_rng(0)
     baseline = draw.normal(0, 1, 6)
     variants = {"a": draw.normal(0, 30, 8), "b": draw.normal(3, 1, 5)}
@@ -106,7 +106,7 @@ def test_verdicts_depend_on_zero_and_the_margin(low, high, text):
 )
 @pytest.mark.filterwarnings("error")
 def test_a_comparison_without_a_spread_gets_no_verdict(baseline, other, reason):
-    """Another variant keeps the verdict that it has alone."""
+    """The verdict on a second variant is the same as without the first one."""
     variants = {"x": other, "rest": [1.0, 1.15, 1.3]}
     verdicts = judge(baseline, variants, 0.01)
     assert verdicts["x"].text == f"cannot tell: {reason}"
@@ -133,7 +133,7 @@ def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
 @pytest.mark.parametrize(
     "counts, num_variants, is_more",
     [
-        # All of n seeds against none: p = 2 / C(2n, n), computed by hand.
+        # All of n seeds against none: p = 2 / C(2n, n), computed manually.
         ((3, 3, 0, 3), 1, False),  # 2 / 20
         ((4, 4, 0, 4), 1, True),  # 2 / 70
         ((4, 4, 0, 4), 2, False),  # 4 / 70

@@ -1,4 +1,4 @@
-"""A tokenizer of a Hugging Face folder gives the ids of transformers, or is refused."""
+"""Tokenizers in Hugging Face folders give the same ids as in transformers, or are refused."""
 
 import io
 import json
@@ -29,7 +29,7 @@ GREEDY_STRIP = {"lstrip": True, "rstrip": True, "special": True}
 
 
 def edit(name: str, **entries: object) -> Callable[[Path], None]:
-    """A change to a JSON file of the folder, created if missing; None removes an entry."""
+    """A change to a JSON file in the folder, which is created if missing; None removes an entry."""
 
     def change(folder: Path) -> None:
         file = folder / name
@@ -41,7 +41,7 @@ def edit(name: str, **entries: object) -> Callable[[Path], None]:
 
 
 def flag_tokens(special: bool | None) -> Callable[[Path], None]:
-    """A change to the added tokens of tokenizer.json: special or not; None removes them."""
+    """A change that marks added tokens in tokenizer.json as special or not; None removes them."""
 
     def change(folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -54,7 +54,7 @@ def flag_tokens(special: bool | None) -> Callable[[Path], None]:
 
 
 def read_as(model_type: str, **entries: object) -> Callable[[Path], None]:
-    """A change to the model's class and the tokenizer's configuration."""
+    """A change to the model class and the tokenizer configuration."""
 
     def change(folder: Path) -> None:
         edit("config.json", model_type=model_type)(folder)
@@ -68,7 +68,7 @@ SMOL = "SmolLM2-135M"
 QWEN = "Qwen3-0.6B"
 TINY = "TinyLlama-1.1B"
 MISTRAL = "Mistral-7B-v0.3"
-# A folder and a change to it. SentencePiece models are "plain" or put a space in front.
+# A folder and a change to it. SentencePiece models are "plain" or prepend a space.
 EQUAL = {
     "SmolLM2": (SMOL, config()),
     "GPT-2's class": (SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=False)),
@@ -176,7 +176,7 @@ REFUSED = {
         '"tokenizer_class": "LlamaTokenizer"',
     ),
 }
-# If versions of transformers differ, the file decides, and a note reports it.
+# If versions of transformers differ, the tokenizer file takes precedence, and a note reports it.
 NOTED = {
     "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer"), ["4 and 5 differ"]),
     "SentencePiece alone": ("space", lambda folder: None, ["BOS is prepended", "4 and 5 differ"]),
@@ -235,7 +235,7 @@ def originals(tmp_path_factory):
 
 @pytest.fixture
 def changed(originals, tmp_path):
-    """A function: name and a change -> a changed copy of the folder."""
+    """A function: name and change -> a changed copy of the folder."""
 
     def copy(name: str, change: Callable[[Path], None]) -> Path:
         folder = shutil.copytree(originals(name), tmp_path / "model")
@@ -246,7 +246,7 @@ def changed(originals, tmp_path):
 
 
 def texts() -> list[str]:
-    """NASTY, and 200 random texts of words, blanks and special tokens."""
+    """NASTY and 200 random texts with words, spaces and special tokens."""
     parts = ("Ann", " had", " a", "ball", ".", ",", "\n", " ", "  ", "\t", "12", " 6", "Тест", "é")
     special = ("<s>", "</s>", "<|im_start|>", "<|endoftext|>", "<extra>", "<pad>", "<0x41>")
     draw = random.Random(0)
@@ -259,7 +259,7 @@ def model_type_of(folder: Path) -> str:
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of all texts; without BOS, an empty text has no ids in transformers."""
+    """The prompt ids of all texts. Without BOS, an empty text has no ids in transformers."""
     return [tokenizer.encode_prompt(text) for text in texts()]
 
 

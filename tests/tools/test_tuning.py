@@ -1,4 +1,4 @@
-"""Each variant is judged at its own best learning rate: the search, and the whole procedure."""
+"""Each variant is judged at its best learning rate: the search, and the whole procedure."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ from tools.compare.tuning import FACTORS, FARTHEST, Optimum, find_optimum, next_
 
 SD = 0.004  # standard deviation of the loss over seeds
 MARGIN = 0.01
-FALSE = 0.05  # allowed share of tables with an error
+FALSE = 0.05  # allowed proportion of tables with an error
 
 
 def parabola(optimum: float, curvature: float = 0.01, factors=FACTORS) -> dict[float, float]:
@@ -21,7 +21,7 @@ def parabola(optimum: float, curvature: float = 0.01, factors=FACTORS) -> dict[f
 
 
 def searched(loss) -> dict[float, float]:
-    """Run a search to its end with losses from a function of the factor."""
+    """Run a complete search with losses given by a function of the factor."""
     losses = {factor: loss(factor) for factor in FACTORS}
     while (factor := next_factor(losses)) is not None:
         assert factor not in losses
@@ -48,10 +48,10 @@ def test_a_diverged_rate_ends_the_range_and_is_excluded_from_the_fit():
     losses = parabola(1.5) | {4.0: math.inf}
     assert next_factor(losses) is None
     assert find_optimum(losses) == pytest.approx(Optimum(1.5, 0.01, True))
-    # The optimum does not move from the best factor towards the diverged one either.
+    # The optimum does not move from the best factor towards the diverged one.
     losses = {0.25: 1.9, 0.5: 1.4, 1.0: 1.0, 2.0: math.inf, 4.0: math.inf}
     assert find_optimum(losses).factor == 1.0
-    # The best has one neighbour: there is no parabola, but the best is inside the range.
+    # The best rate has only one neighbour, so there is no parabola, but it is inside the range.
     losses = {0.5: 2.0, 1.0: 1.0, 2.0: math.inf, 0.25: math.inf, 4.0: math.inf}
     factor, sensitivity, is_inside = find_optimum(losses)
     assert (factor, is_inside) == (1.0, True) and math.isnan(sensitivity)
@@ -63,7 +63,7 @@ def test_distant_rates_do_not_move_the_optimum():
 
 
 def test_the_optimum_stays_next_to_the_best_factor():
-    # All points lie nearly on a line.
+    # All points are nearly on a line.
     losses = {0.25: 1.4, 0.5: 1.3, 1.0: 1.2, 2.0: 1.1, 4.0: 1.1001}
     assert 1 <= find_optimum(losses).factor <= 4
     # A maximum is not an optimum.
@@ -72,7 +72,7 @@ def test_the_optimum_stays_next_to_the_best_factor():
 
 @pytest.mark.parametrize("edge, withheld", [("base", "ab"), ("a", "a"), ("none", "")])
 def test_a_variant_whose_best_rate_is_at_the_edge_gets_no_verdict(edge, withheld):
-    """Only its own verdict is withheld, or all verdicts if it is the baseline's."""
+    """Only this variant's verdict is withheld, or all verdicts if it is the baseline."""
     rising = {factor: 1 + math.log2(factor) for factor in FACTORS}
     losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
     verdicts = judge([1.0, 1.1, 1.2], {"a": [3.0, 3.1, 3.3], "b": [0.1, 0.2, 0.3]}, MARGIN)
@@ -91,7 +91,7 @@ def test_losses_are_means_over_seeds_and_infinite_if_a_seed_diverged():
     assert rate_losses(runs) == {1.0: 3.5, 2.0: math.inf, 4.0: math.inf}
 
 
-# The whole procedure: each variant's loss has its own best rate.
+# The whole procedure, in which each variant has a different best rate.
 NOISES = {
     "normal": lambda draw, shape: draw.normal(0, 1, shape),
     "heavy": lambda draw, shape: draw.standard_t(4, shape) / math.sqrt(2),
@@ -114,8 +114,8 @@ def tuned(draw, effect: float, spread: float = SD, curvature: float = 0.02, nois
 def simulate(num_tables: int, effect: float = 0.0, spreads=(SD,) * 4, **options):
     """Simulate tables of a baseline and three variants; only the first variant has the effect.
 
-    -> the shares of tables with a verdict on an equal variant, with an interval that misses the
-    truth, and with the effect found; and the median error of the rates as a ratio.
+    Returns the proportions of tables with a verdict on an equal variant, with an interval that
+    misses the truth, and with the effect found; and the median relative error of the rates.
     """
     draw = np.random.default_rng(0)
     false = []
@@ -150,14 +150,14 @@ def test_an_effect_is_found_and_equal_variants_get_no_verdict():
         ({}, FALSE),
         ({"curvature": 0.05}, FALSE),
         ({"noise": "heavy"}, FALSE),
-        # The test of equal spreads misses some cases, in which the pooled variance is too small.
+        # The test for equal variances misses some cases, in which the pooled variance is too small.
         ({"spreads": (SD, 3 * SD, SD, SD)}, 0.08),
         ({"spreads": (3 * SD, SD, SD, SD)}, 0.08),
     ],
     ids=str,
 )
 def test_at_most_one_table_in_twenty_has_an_error(options, allowed):
-    """1,000 tables; the bound is three standard deviations above the allowed share."""
+    """Simulates 1,000 tables. The bound is three standard deviations above `allowed`."""
     false, missed, _, error = simulate(1000, **options)
     print(f"{options}: false {false:.3f}, missed {missed:.3f}, rates {error:.1%}")
     bound = allowed + 3 * math.sqrt(allowed * (1 - allowed) / 1000)

@@ -1,9 +1,9 @@
-"""The tables and the figure of docs/rates.md, from the runs in docs/results/rates/runs.jsonl.
+"""Create the tables and the figure in docs/rates.md from docs/results/rates/runs.jsonl.
 
     python -m tests.training.rates_tables
 
-prints the tables, and draws docs/results/rates/width.svg. Each line of the file has a model, its
-learning rates, and its bits per byte on held-out text.
+prints the tables and draws docs/results/rates/width.svg. Each line of runs.jsonl contains a model,
+its learning rates and its bits per byte on held-out text.
 """
 
 import json
@@ -22,12 +22,12 @@ from tests.conftest import settings_of
 from training.rates import Reference
 
 FOLDER = ROOT / "docs" / "results" / "rates"
-TODAY = "today"  # runs with the current update and the current ratios of rates
+TODAY = "today"  # runs with the current update rule and the current ratios of rates
 BEFORE = "update of RMS 0.2"
 
 
 class Case(NamedTuple):
-    """A training setup; its runs differ only in their learning rates."""
+    """A training setup, whose runs differ only in their learning rates."""
 
     way: str
     optimizer: str
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The losses of a case over factors of the law's rate, and the parabola fitted to them."""
+    """The losses of a case by factor of the law's rate, and the parabola fitted to them."""
 
     losses: dict[float, float]
     best: float  # factor
@@ -49,7 +49,7 @@ class Curve(NamedTuple):
 
 
 def read_runs(path: Path = FOLDER / "runs.jsonl") -> dict[Case, dict[float, float]]:
-    """The losses of each case, by the learning rate of matrices."""
+    """The losses of each case by the learning rate of matrices."""
     cases = defaultdict(dict)
     for line in path.read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
@@ -63,7 +63,7 @@ def law(case: Case) -> float:
 
 
 def unscaled(case: Case) -> float:
-    """The law's rate without the factor for batch, length and width; earlier, it was always 0.02."""
+    """The law's rate without the factor for batch, length and width. It used to be always 0.02."""
     if case.way == BEFORE:
         return 0.02
     rate = settings_of(f"optimizer={case.optimizer}").optimizer["lr"]
@@ -97,9 +97,9 @@ def fit_curve(by_rate: dict[float, float], rate: float) -> Curve | None:
 
 
 def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> None:
-    """Print a row for each value of the field `key`: means over the seeds.
+    """Print a row of means over the seeds for each value of the field `key`.
 
-    Cases whose best rate is at an edge of the range are left out.
+    Cases whose best rate is at an edge of the range are omitted.
     """
     values = defaultdict(list)
     for case, by_rate in cases.items():
@@ -119,7 +119,7 @@ def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> No
 
 
 def print_attentions(cases: dict[Case, dict[float, float]]) -> None:
-    """Print the losses of other attentions at 0.5, 1 and 2 times the rates of the law."""
+    """Print the losses of other attentions at 0.5, 1 and 2 times the law's rates."""
     for case, by_rate in sorted(cases.items()):
         losses = {round(rate / law(case), 1): loss for rate, loss in by_rate.items()}
         curve = fit_curve(by_rate, law(case))
@@ -141,7 +141,7 @@ def print_error(cases: dict[Case, dict[float, float]]) -> None:
 
 
 def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[float, float]]:
-    """The cases with these values; a tuple lists allowed values."""
+    """Select the cases with these values; a tuple lists allowed values."""
     selected = {}
     for case, by_rate in runs.items():
         is_in = True
@@ -154,7 +154,7 @@ def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[fl
 
 
 def draw_widths(runs: dict[Case, dict[float, float]]) -> Figure:
-    """Plot loss over the factor of all rates, one line per width, without and with the law."""
+    """Plot the loss over the factor of all rates, a line per width, without and with the law."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, way in zip(figure.subplots(1, 2, sharey=True), (BEFORE, TODAY), strict=True):
         cases = select(runs, way=way, optimizer="muon", attention="gqa", depth=4, steps=200)

@@ -1,4 +1,4 @@
-"""The number of steps that fit into max_minutes, on machines whose speed changes."""
+"""Tests of fitting the number of steps to max_minutes on machines whose speed changes."""
 
 import math
 import random
@@ -14,10 +14,10 @@ from run.distributed import DistEnv
 def simulate(
     run, monkeypatch, minutes: float, slowness, pauses=()
 ) -> tuple[float, list[float], list[int]]:
-    """Simulate a run: a step takes 0.05 s times slowness(used share of the time limit).
+    """Simulate a run in which a step takes 0.05 s times slowness(used share of the time limit).
 
-    `pauses` has activities, their intervals in steps, and the seconds of the first and later ones.
-    Returns the share of the limit at the end, the schedule of each step, and the fitted numbers.
+    `pauses` lists activities, their intervals in steps, and their seconds, first and later.
+    Returns the share of the limit at the end, the schedule of each step, and the fitted totals.
     """
     clock = [run.clock.started]
     monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])
@@ -54,7 +54,7 @@ def test_max_minutes_holds_on_a_machine_that_slows_to_half_speed(
     peak = factors.index(max(factors))
     assert all(a >= b for a, b in pairwise(factors[peak:]))
     assert factors[-1] < 0.11 or "cooldown=0" in schedule
-    # A slowdown near the end affects less than a tenth of the time, and does not refit.
+    # A slowdown near the end affects less than a tenth of the time and does not cause a new fit.
     assert (len(totals) > 1) == (when < 0.9) and totals == sorted(totals, reverse=True)
 
 
@@ -93,7 +93,7 @@ def test_a_run_ends_if_its_first_step_exceeds_max_minutes(run_of, monkeypatch, c
 
 @pytest.mark.parametrize("bound", [40_000, None])
 def test_the_expected_last_step_is_shown(run_of, monkeypatch, bound):
-    """The end by the clock is shown, not the bound of max_epochs, which the run never reaches."""
+    """The expected end by time is shown, not the limit by max_epochs, which is never reached."""
     run = run_of("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
     if bound is not None:
         run.progress.total_steps = run.progress.expected_steps = run.budget.bound = bound
@@ -131,14 +131,14 @@ WSD = ("max_minutes=10", "steps=null", "max_epochs=null", "eval_tokens=512")
 @pytest.mark.parametrize("activity", ["sample", "save"])
 def test_saves_and_samples_count_towards_max_minutes(run_of, monkeypatch, activity):
     run = run_of(*WSD, f"{activity}_every=500")
-    # Five seconds each, a fifth of the time between two pauses.
+    # Each pause takes five seconds, a fifth of the time between two pauses.
     pauses = [(activity, 500, 5.0, 5.0)]
     end, factors, _ = simulate(run, monkeypatch, 10, lambda share: 1, pauses)
     assert 0.9 < end < 1 and factors[-1] < 0.11
 
 
 def test_the_fit_includes_the_first_save_of_a_large_model(run_of, monkeypatch):
-    """A checkpoint of 1.2 billion weights, written at 300 MB a second, every 1,000 steps."""
+    """A checkpoint of 1.2 billion weights is written every 1,000 steps, at 300 MB per second."""
     run = run_of(*WSD, "save_every=1000", "schedule=cosine")
     run.budget.num_parameters = 1.2e9
     pauses = [("save", 1000, 48.0, 48.0)]
@@ -150,7 +150,7 @@ def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_max_minutes(run_
     run = run_of(*WSD, "eval_every=100000")  # only at the end
     run.budget.is_compiled = True
     run.budget.ranks = DistEnv(0, 1, torch.device("cuda"))
-    # The first step takes 100 seconds, the first evaluation 50 more than the others.
+    # The first step takes 100 seconds, and the first evaluation takes 50 more than the others.
     pauses = [("evaluation", 100000, 50.05, 0.05)]
     end, *_ = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0 else 2000, pauses)
     assert 0.9 < end < 1

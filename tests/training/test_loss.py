@@ -1,4 +1,4 @@
-"""The loss and its gradient equal torch's loss and autograd; recomputed blocks learn the same."""
+"""The loss and its gradients match torch, and activation checkpointing preserves training."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ from training.parallel import configure_compiler
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """Bytes that a forward saves for its backward, excluding weights."""
+    """The number of bytes that a forward saves for its backward, excluding weights."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     saved = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        # Keeping the tensor in `saved` prevents reuse of its storage.
+        # Keeping the tensor in `saved` prevents its storage from being reused.
         saved[x.untyped_storage()._cdata] = x
         return x
 
@@ -48,12 +48,12 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 def test_a_second_start_reads_the_compiled_loss_from_the_cache():
-    """Its gradients are right: constants inside of the autograd function are part of the key."""
+    """Its gradients are correct, because constants in the autograd function are part of the key."""
     hidden, weight, targets = example(torch.float32)
     configure_compiler()
     hits = []
     for z_loss in (0.0, 0.3, 0.0, 0.3):
-        torch.compiler.reset()  # as a new process, which has only the files of the cache
+        torch.compiler.reset()  # simulate a new process, which has only the cache files
         counters.clear()
         arguments = (hidden, weight, targets, 2.5, LossOptions(z_loss=z_loss))
         head_loss = HeadLoss()
@@ -68,11 +68,11 @@ def test_a_second_start_reads_the_compiled_loss_from_the_cache():
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
 @pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (2.5, 0.3)])
 @pytest.mark.parametrize("share", [None, 0.0, 0.3, 1.0])
-@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five, all
+@pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five rows, all rows
 def test_loss_and_gradients_match_a_computation_from_all_logits(
     monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
 ):
-    """With z-loss, a teacher and a soft-cap."""
+    """This includes z-loss, a teacher and a soft-cap."""
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", vocab_multiple)
     hidden, weight, targets = example(torch.float64)
@@ -91,12 +91,12 @@ def test_loss_and_gradients_match_a_computation_from_all_logits(
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     squares = logits.logsumexp(-1)[is_counted].square().sum()
     expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
-    # Cross-entropy with the teacher: the divergence from it plus a constant.
+    # The cross-entropy with the teacher is the divergence from it plus a constant.
     probabilities = expected.softmax(-1)[is_counted]
     distilled = -(probabilities * logits.log_softmax(-1)[is_counted]).sum()
     total = (1 - share) * nats + share * distilled + z_loss * squares
     close(ours, total)
-    close(scores[0].sum(), nats)  # the reported loss has neither
+    close(scores[0].sum(), nats)  # the reported loss includes neither
     close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
 
 
@@ -118,7 +118,7 @@ def test_scores_contain_the_nats_and_accuracy_of_each_target(monkeypatch, max_lo
 
 
 def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
-    """A loss, a batch of a task with targets at all positions, and one with only the answers."""
+    """A loss, a task batch with targets at all positions, and the same batch with only answers."""
     context = model.context
     task = Recall(context=context, pairs=[2, 5], power=0.01, vocab_size=64)
     inputs, answers, positions = task.corpus().loader(context, 4, seed=0)(0)
@@ -133,7 +133,7 @@ def questions(model: torch.nn.Module) -> tuple[LanguageModelLoss, tuple, tuple]:
 @pytest.mark.parametrize("variant", ["gqa", "dsa"])  # without and with an auxiliary loss
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_loss_at_answer_positions_matches_the_masked_loss(variant, is_compiled):
-    """For rows with 2 and with 5 answers: padding of the former does not count."""
+    """Rows have 2 or 5 answers; padding after the 2 answers is not counted."""
     model = drawn(tree_of(variant, "context=24", "model.depth=1"), torch.float64)
     module, *batches = questions(model)
     found = []
@@ -235,7 +235,7 @@ def test_z_loss_keeps_the_normalizer_near_one(run_of):
             take_step(run)
         logits = run.trainer.model(run.trainer.loader(6)[0])
         ends.append(logits.logsumexp(-1).abs().mean().item())
-    # For 5 seeds, in fp32 and bf16: at least 5.1 without z-loss, at most 1.02 with it.
+    # Over 5 seeds, in fp32 and bf16: at least 5.1 without z-loss, and at most 1.02 with z-loss.
     assert ends[1] < 0.5 * ends[0]
 
 
@@ -287,7 +287,7 @@ def test_a_model_with_activation_checkpointing_learns_as_one_graph(run_of, atten
     [("mha", 64.0), ("gqa", 64.0), ("sliding_window attention.window=16", 16.0)],
 )
 def test_whole_attention_flops_are_counted_as_in_nanogpt(overrides, keys):
-    """6 N + 12 L H Q T of PaLM's appendix B (2204.02311); for a window, T is the window, as in nanochat."""
+    """6 N + 12 L H Q T (PaLM, 2204.02311, appendix B); T is the window if any, as in nanochat."""
     tree = settings_of("model=tiny", "context=64", *f"attention={overrides}".split()).model
     model = build_model(tree | {"vocab_size": 100}, "meta")
     matrices = [p.numel() for name, p in model.named_parameters() if p.ndim == 2]
@@ -296,7 +296,7 @@ def test_whole_attention_flops_are_counted_as_in_nanogpt(overrides, keys):
     head_dim = tree["dim"] // heads
     attention = 12 * tree["depth"] * heads * head_dim * keys
     assert model.training_flops(whole_attention=True) == 6 * num_weights + attention
-    # attend counts the mean number of keys that a token attends to.
+    # This repository counts the mean number of keys that a token attends to.
     if keys == 64:
         halved = 6 * num_weights + attention * 65 / 2 / 64
         assert model.training_flops() == pytest.approx(halved)

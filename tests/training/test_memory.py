@@ -1,4 +1,4 @@
-"""The micro-batch divides the batch, and on a GPU it fits into the measured memory."""
+"""The micro-batch divides the batch, and on a GPU it fits in the measured memory."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ WEIGHTS = 10**6  # number of weights of the model below
 
 
 class FakeGPU:
-    """A GPU on which a step takes memory for the weights and `sequence_bytes` for each sequence."""
+    """A GPU on which a step needs memory for the weights, and `sequence_bytes` per sequence."""
 
     def __init__(self, monkeypatch, free_bytes: int, sequence_bytes: int):
         self.sequence_bytes = sequence_bytes
@@ -41,10 +41,10 @@ class FakeGPU:
 
 
 class Ranks(DistEnv):
-    """One of two ranks; the other one has memory for three sequences."""
+    """One of two ranks, of which the other one has memory for three sequences."""
 
     def all_reduce_min(self, number: int) -> int:
-        return min(number, 3)  # keeps the 1 by which ranks agree to measure two sequences
+        return min(number, 3)  # does not change the 1 by which ranks agree to measure two sequences
 
 
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
@@ -79,7 +79,7 @@ def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
 
 @pytest.mark.parametrize("free_bytes", [8 * GB, 80 * GB])
 def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch, free_bytes):
-    """In a sharded forward, ranks wait for each other in every layer, so all must measure the same."""
+    """Ranks of a sharded forward wait for each other, so all must measure the same sizes."""
     others = iter((0, 1))  # the other rank: cannot measure two sequences, has memory for one
     monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
     gpu = FakeGPU(monkeypatch, free_bytes, sequence_bytes=5 * GB)

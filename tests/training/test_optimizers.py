@@ -1,4 +1,4 @@
-"""Optimizers step as in their papers, learn, and resume bit for bit."""
+"""Optimizers match their papers, learn, and resume bit for bit."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from training.rates import Reference
 
 
 def sgd(model: nn.Module, *, lr: float):
-    """An optimizer that is not part of this repository."""
+    """An optimizer that this repository does not include."""
     return [SGD(model.parameters(), lr=lr, momentum=0.9)]
 
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_uses_the_new_learning_rate(run_of):
         take_step(run)
         run.checkpointer.save(run.progress)
         peaks.append([group["peak"] for group in run.trainer.optimizers[0].param_groups])
-    # Rates scale with the number of inputs: 64 and, for the down-projection, 128.
+    # Rates scale with the number of inputs, which is 64, or 128 for the down-projection.
     assert run.progress.step == 2
     assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]
 
@@ -91,10 +91,10 @@ def test_an_optimizer_has_no_state_before_its_first_step(run_of):
     assert state_of(run) == {} and not run.trainer.optimizers[0].state
 
 
-@pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all of one shape, two, one at a time
+@pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all matrices, two, one at a time
 def test_muon_steps_match_torch(monkeypatch, max_batched):
     monkeypatch.setattr(optimizers, "MAX_BATCHED_PARAMS", max_batched)
-    # torch's Muon computes in bf16 only.
+    # torch's Muon computes only in bf16.
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 16), (16, 24), (24, 16), (16, 40), (24, 16)]
@@ -110,17 +110,17 @@ def test_muon_steps_match_torch(monkeypatch, max_batched):
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
         close(muon.state[a]["momentum"], reference.state[b]["momentum_buffer"])
-        # Weights move by 0.23. For 8 seeds, other roundings of bf16 differ by at most 0.0015, and
-        # products in fp32 by 0.0027; one Newton-Schulz step fewer differs by 0.046.
+        # Weights move by 0.23. Over 8 seeds, the difference is at most 0.0015 with other roundings
+        # in bf16, 0.0027 with fp32 products, and 0.046 with one Newton-Schulz step fewer.
         close(a, b, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)]
 )
-@pytest.mark.parametrize("size", [1.0, 1e-8])  # size of the gradient: 1e-8 is 0 in fp16
+@pytest.mark.parametrize("size", [1.0, 1e-8])  # scale of the gradient; 1e-8 is 0 in fp16
 def test_newton_schulz_steps_match_float64(monkeypatch, dtype, error, size):
-    """Compared with Jordan's polynomial of the singular values; 0.014 in bf16 for 9 seeds."""
+    """Compares with Jordan's polynomial of the singular values; 0.014 in bf16 over 9 seeds."""
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: dtype)
     x = size * torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
     u, s, v = torch.linalg.svd(
@@ -132,7 +132,7 @@ def test_newton_schulz_steps_match_float64(monkeypatch, dtype, error, size):
 
 
 def stepped_by(kind, reference=None, words=(), **options):
-    """A model, and the optimizers that `kind` builds for it."""
+    """A model and the optimizers that `kind` builds for it."""
     model = instantiate(settings_of("model=tiny", "data.vocab_size=400", *words).model)
     more = {"momentum": 0.9} if kind is muon else {}
     defaults = {"lr": 0.1, "weight_decay": 0.0}

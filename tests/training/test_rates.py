@@ -1,4 +1,4 @@
-"""Learning rates follow the sizes of a model and a run, as defined in training/rates.py."""
+"""Learning rates depend on the sizes of the model and the run as defined in training/rates.py."""
 
 import json
 import math
@@ -33,12 +33,12 @@ def test_the_run_factor_follows_the_noise_scale_formula():
         vectors=1.0,
     )
     assert reference.run_factor(128, 1000, 1000) == 1
-    # 16 times the tokens raise the noise scale by 16^0.75 = 8, four times the width by 2.
+    # 16 times the tokens multiply the noise scale by 16^0.75 = 8, and four times the width by 2.
     assert reference.run_factor(128, 1000, 16000) == pytest.approx((9 / 65) ** 0.5)
     assert reference.run_factor(512, 1000, 1000) == pytest.approx((9 / 17) ** 0.5)
-    # With 8 times the batch and the same number of tokens, signal and noise are equal.
+    # With 8 times the batch size and the same number of tokens, signal and noise are equal.
     assert reference.run_factor(128, 8000, 125) == pytest.approx((9 / 2) ** 0.5)
-    # Without noise nothing lowers the rate, and an unknown length does not change it.
+    # Without noise, the rate is not lowered, and an unknown length does not change it.
     assert reference.run_factor(128, 10**12, 1e-3) == pytest.approx(3, rel=1e-3)
     assert reference.run_factor(128, 1000, math.inf) == 1
 
@@ -56,7 +56,7 @@ def test_the_run_factor_follows_the_noise_scale_formula():
 def test_published_rates_are_predicted_within_a_factor_of_one_and_a_half(
     dim, batch_tokens, tokens, published
 ):
-    """Their updates are in the same unit: for square matrices, the spectral norm."""
+    """Their updates have the same unit, which is the spectral norm for square matrices."""
     lr = settings_of().optimizer["lr"]
     factor = reference_of("muon").run_factor(dim, batch_tokens, tokens / batch_tokens)
     assert 1 / 1.5 < lr * factor / published < 1.5
@@ -97,8 +97,8 @@ def test_the_error_names_a_parameter_without_a_role():
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_updates_change_outputs_equally_at_every_width(run_of, optimizer):
-    """The coordinate check of muP: features and logits after some steps (2203.03466, figure 5)."""
-    # A tenth of the rate keeps the changes small.
+    """The coordinate check of muP: changes of logits after a few steps (2203.03466, figure 5)."""
+    # Use a tenth of the rate to keep the changes small.
     lr = settings_of(f"optimizer={optimizer}").optimizer["lr"] / 10
     moved = {}
     for rates in ("scaled", "literal"):
@@ -112,7 +112,7 @@ def test_updates_change_outputs_equally_at_every_width(run_of, optimizer):
                 f"optimizer.lr={lr}",
                 *words,
             )
-            # Scale with the width only, not with the length.
+            # Scale only with the width, not with the length.
             run.trainer.run_factor = lambda total_steps: 1.0
             model = run.trainer.model
             tokens = run.trainer.loader(0).inputs
@@ -147,7 +147,7 @@ def test_reports_and_summaries_show_the_learning_rates(run_of, capsys):
     optimizer = run.settings.optimizer
     lr = optimizer["lr"] * reference.run_factor(64, 512, 6)
     expected = {
-        "lr": 2 * lr,  # matrices with 64 inputs, half of the reference's
+        "lr": 2 * lr,  # matrices with 64 inputs, half the reference's width
         "embedding_lr": reference.embedding * lr,
         "head_lr": 2 * reference.head * lr,
         "vector_lr": reference.vectors * lr,
@@ -221,7 +221,7 @@ def test_rates_follow_the_estimated_length_while_steps_are_timed(run_of, monkeyp
         assert not run.budget.fit(run.progress)
         estimates.append(run.progress.expected_steps)
         assert run.progress.total_steps == bound  # the schedule waits for the fit
-    # Steps of one second that fit into about 0.97 * 600 s - 5 s, minus the time of evaluations.
+    # One-second steps have to fit in about 0.97 * 600 s - 5 s, minus the time of evaluations.
     if bound == math.inf:
         assert estimates[:3] == [math.inf] * 3 and all(450 < n < 600 for n in estimates[3:])
         assert isinstance(run.trainer, Trainer) and run.trainer.run_factor(estimates[-1]) != 1
@@ -233,7 +233,7 @@ def test_an_estimated_length_is_restored_but_does_not_end_the_run(run_of):
     words = ("steps=50", "max_minutes=10")
     run = run_of(*words, folder="run")
     take_step(run)
-    run.progress.expected_steps = 20  # an estimate that few steps fit
+    run.progress.expected_steps = 20  # as if estimated from slow steps
     run.checkpointer.save(run.progress)
     resumed = run_of(*words, "resume=true", folder="run")
     assert (resumed.progress.total_steps, resumed.progress.expected_steps) == (50, 20)

@@ -50,7 +50,7 @@ def test_a_run_writes_all_its_files_to_its_folder(trained):
     inside = ("model.safetensors", "state.pt", "config.json", "tokenizer.model", "manifest.json")
     saved = {f"checkpoints/step-{step:08d}/{name}" for step in (2, 4) for name in inside}
     assert files == {".lock", "config.yaml", "metrics.jsonl", "samples.txt", "loss.png", *saved}
-    # Hydra leaves no files.
+    # Hydra writes no files.
     assert {path.name for path in Path().iterdir()} == {"runs", ".cache", "story.txt"}
     assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in metrics(trained) if "val_bpb" in line] == [2, 4]
@@ -89,7 +89,7 @@ def test_a_run_is_resumed_with_its_saved_overrides(command, trained):
     assert "changed since step-00000004: schedule._target_" in resumed.err
     assert "steps (then 4, now 6)" in resumed.err
     assert f"generate.py --run {trained}" in resumed.err
-    # The second resumption repeats the overrides of the first.
+    # The second resume repeats the overrides of the first one.
     again = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert "finished: step 6 of 6 is done" in again.err and "changed since" not in again.err
     assert f"python train.py run_dir={trained} resume=true steps=12" in again.err
@@ -105,7 +105,7 @@ def test_a_finished_run_is_not_sampled_or_evaluated_again(command, trained, monk
         result = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert "held out" not in result.err and "a sample" not in result.err
     assert [file.read_bytes() for file in files] == before
-    # A missing end of each file is written again.
+    # If the end of a file is missing, it is written again.
     for file, content in zip(files, before, strict=True):
         file.write_bytes(content[:-3])
         command("train.py", f"run_dir={trained}", "resume=true").succeeded()
@@ -202,7 +202,7 @@ def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, co
 
 @pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), ": begun has no")])
 def test_resume_without_a_checkpoint_starts_a_run_with_a_note(command, story, words, told):
-    Path("begun").mkdir()  # like a run that was killed before its first save
+    Path("begun").mkdir()  # as left by a run that was killed before its first save
     result = command(*TRAIN, "resume=true", *words)
     assert result.code == 0 and result.err.startswith(f"nothing to resume{told}")
 
@@ -251,7 +251,7 @@ def test_a_run_can_start_from_the_weights_of_another_run(command, trained):
     command("train.py", *words).succeeded()
     before, (look, after, *_) = metrics(trained), metrics(f"runs/text-{trained.name}")
     assert look["step"] == 0 and look["val_loss"] == before[-1]["val_loss"]
-    # For 5 seeds, in fp32 and bf16, four steps reduce the loss of a batch by 0.75.
+    # Over 5 seeds, in fp32 and bf16, four steps reduce the loss of a batch by 0.75.
     assert after["train_loss"] < before[0]["train_loss"] - 0.1
 
 
@@ -262,7 +262,7 @@ def test_a_run_does_not_depend_on_the_run_it_started_from(command, trained, fold
     command("train.py", *words).succeeded()
     shutil.rmtree(trained)
     begun = Path("begun" if folder == "run_dir=begun" else "runs/begun")
-    # It is evaluated, compared and resumed without the other run.
+    # The new run is evaluated, compared and resumed without the original run.
     last = metrics(begun)[-1]["val_loss"]
     result = command("tools/evaluate.py", "--run", str(begun), "--slices").succeeded()
     assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-5)
@@ -316,7 +316,7 @@ def test_resume_finds_a_run_by_any_spelling_of_init_from_and_by_its_context(comm
     named = f"init_from={trained.name}"  # runs/NAME
     command("train.py", *words, named, "resume=true", "steps=8", "context=32").succeeded()
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 8
-    # Without the original run, the context does not identify one of the two runs.
+    # Without the original run, the context does not identify which of the two runs is meant.
     shutil.rmtree(trained)
     refused = command("train.py", *words, begin, "resume=true", "steps=10")
     assert refused.code == 2 and "fix: run_dir=runs/begun" in refused.err
@@ -325,7 +325,7 @@ def test_resume_finds_a_run_by_any_spelling_of_init_from_and_by_its_context(comm
 def test_a_task_run_can_start_from_another_task_run(command):
     words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
     command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()
-    # Without a context, rows have the length of the model's context.
+    # If no context is given, rows have the length of the model's context.
     more = [word for word in words if not word.startswith("context=")]
     more += ["init_from=first", "run_dir=second"]
     command("train.py", *more, "data.vocab_size=64").succeeded()
@@ -371,7 +371,7 @@ def test_training_with_two_processes_matches_one(command, tmp_path, story, data)
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
     assert codes == [0, 0], told
-    # Equal, over 5 seeds in fp32 and in bf16.
+    # Equal over 5 seeds, in fp32 and bf16.
     assert len(losses("alone")) == 9 and losses("alone") == pytest.approx(losses("both"), abs=1e-3)
     # Evaluations are summed over processes.
     last = [Run.read(tmp_path / name).last for name in ("alone", "both")]
@@ -383,7 +383,7 @@ def test_training_with_two_processes_matches_one(command, tmp_path, story, data)
     assert any(divergences[0]) == (data == TWO_PROCESSES[-1])
 
 
-# In bf16, for 5 seeds: losses differ by at most 0.00002, norms by a relative 0.00007.
+# Over 5 seeds in bf16, losses differ by at most 0.00002, and norms by at most 0.00007 relatively.
 SHARDED = [
     ("optimizer=adamw precision=fp32 micro_batch=2", 1e-5, (0, 4)),
     ("clip=null precision=fp32 micro_batch=4", 1e-5, (2,)),

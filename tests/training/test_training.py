@@ -1,4 +1,4 @@
-"""The effect of a step on the weights, and its reports."""
+"""The effects of training steps on the weights, and their reports."""
 
 import math
 import re
@@ -23,7 +23,7 @@ from training.schedules import cosine, wsd
 
 @pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
 def test_gradient_accumulation_matches_the_whole_batch(run_of, attention):
-    """Also with auxiliary losses, recomputed activations and a scaler."""
+    """This includes auxiliary losses, activation checkpointing and a gradient scaler."""
     ends = []
     ways = ("micro_batch=8", "micro_batch=4", "micro_batch=1", "activation_checkpointing=true")
     for way in ways:
@@ -100,7 +100,7 @@ def test_evaluation_matches_a_loop_over_windows(run_of, eval_tokens):
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_evaluation_tracks_gradients_only_after_compiled_training(run_of, is_compiled):
     run = run_of()
-    run.trainer.is_compiled = is_compiled  # takes effect with the first step
+    run.trainer.is_compiled = is_compiled  # has an effect from the first step on
     for step in (0, 1):
         run.progress.step = step
         results = []
@@ -139,7 +139,7 @@ def test_every_variant_learns(run_of, variant, precision):
     run = run_of(f"attention={variant}", *words)
     run.trainer.precision = precision
     losses = learn_by_heart(run, 12)
-    # For 5 seeds of each variant, in fp32 and bf16, the last losses are at most 0.12 of the first.
+    # Over 5 seeds per variant, in fp32 and bf16, the last losses are at most 0.12 times the first.
     assert max(losses[-4:]) < losses[0] / 2
 
 
@@ -167,7 +167,7 @@ def test_an_int8_cache_costs_less_than_a_hundredth_of_a_nat(run_of, variant):
         cached = [run.trainer.model(part, cache) for part in inputs.split(8, dim=1)]
         both = (run.trainer.model(inputs), torch.cat(cached, dim=1))
     exact, small = (F.cross_entropy(x.flatten(0, 1), targets.flatten()).item() for x in both)
-    # For 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, which change by at most 0.00008.
+    # Over 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, changed by at most 0.00008.
     assert exact < 1 and 0 < abs(small - exact) < 0.01
 
 
@@ -192,7 +192,7 @@ def test_document_mask_changes_training_and_evaluation(run_of):
         run_of("data.holdout=4", f"document_mask={mask}") for mask in ("false", "true")
     )
     for run in (plain, masked):
-        for _ in range(4):  # zero-initialized parameters have to grow first
+        for _ in range(4):  # zero-initialized parameters must become nonzero first
             take_step(run)
         run.evaluator.evaluate(run.progress)
     assert plain.meter.grad_norm != masked.meter.grad_norm
@@ -217,7 +217,7 @@ def test_a_run_ends_after_max_epochs(run_of, epochs):
         first = step * run.trainer.loader.batch_size
         for number in range(first, first + run.trainer.loader.batch_size):
             read[number % run.trainer.loader.rows_per_epoch] += 1
-    # Without the last step, which exceeds the limit.
+    # `at_most` excludes the last step, which exceeds the limit.
     assert at_most == epochs < max(read.values())
 
 
@@ -258,12 +258,12 @@ def test_fitting_steps_to_max_minutes_includes_evaluations(
     fitted = set()
     while run.progress.step < run.progress.total_steps:
         run.progress.step += 1
-        clock[0] += 1.0 if run.progress.step == 1 else 0.05  # the first compiles
+        clock[0] += 1.0 if run.progress.step == 1 else 0.05  # the first step compiles
         run.budget.fit(run.progress)
         if run.budget.is_fitted:
             fitted.add(run.progress.total_steps)
         if run.progress.is_due(eval_every):
-            with run.clock.pause("evaluation"):  # 20480 tokens: 40 steps, in half of their time
+            with run.clock.pause("evaluation"):  # 20480 tokens take half the time of 40 steps
                 clock[0] += 40 * 0.05 / 2
     assert len(fitted) == (epochs != 1)
     seconds = clock[0] - run.clock.started
@@ -342,7 +342,7 @@ def test_the_first_step_compiles_the_evaluation_graph_and_is_not_timed(
     for _ in range(3):
         for each in (eager, run):
             take_step(each)
-        # The first block, which computes the rotary tables, the other blocks, and the loss.
+        # Graphs of the first block (with the rotary tables), of the other blocks, and of the loss.
         assert len(graphs) == 3 and run.meter.timed_step == 1
     close(run.meter.loss_sum, eager.meter.loss_sum, rtol=1e-3, atol=0)
     for _ in range(2):
