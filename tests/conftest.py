@@ -51,7 +51,7 @@ CONFIGS = ROOT / "configs"
 DATASETS = ROOT.parent / "shared" / "datasets"
 STORIES = DATASETS / "stories260K"
 stories = pytest.mark.skipif(
-    not STORIES.exists(), reason="needs the datasets beside the repository"
+    not STORIES.exists(), reason="needs the datasets next to the repository"
 )
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"

@@ -64,7 +64,7 @@ def test_packages_import_only_earlier_packages(room):
             assert not imported & {"hydra", "omegaconf", "wandb"}, path
 
 
-def test_imports_have_no_cycle():
+def test_imports_have_no_cycles():
     graph = {path: imported_files(path) for path in FILES}
     TopologicalSorter(graph).prepare()  # raises CycleError
 

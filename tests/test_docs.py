@@ -144,7 +144,7 @@ def test_documented_conversion_commands_run(command, tokenizer, story):
         run(command, line, *more)
 
 
-def test_ci_runs_the_test_command_of_the_readme():
+def test_ci_runs_the_test_command_in_the_readme():
     (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
     assert test in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 

@@ -39,7 +39,7 @@ def hub(repo: Path, **knobs) -> Hub:
 
 
 @pytest.mark.parametrize("tokens", [None, 4000])
-def test_a_public_dataset_is_downloaded_or_streamed(repo, tmp_path, tokens):
+def test_a_public_dataset_can_be_downloaded_or_streamed(repo, tmp_path, tokens):
     corpus = prepare(hub(repo, tokens=tokens), tmp_path / "cache")
     (train,) = corpus.train
     assert len(train) > 4000 and (tokens is None or len(train) < 4100)
@@ -55,7 +55,7 @@ def test_a_cached_corpus_is_reused_with_its_own_tokenizer(repo, tmp_path, monkey
     assert again.sha256 == corpus.sha256
 
 
-def test_without_a_validation_split_documents_are_held_out_by_hash(repo):
+def test_documents_are_held_out_by_hash_without_a_validation_split(repo):
     documents = documents_of(hub(repo))
     assert documents == [(text, True) for text in STORIES[:20]] + [(t, False) for t in STORIES]
     documents = documents_of(hub(repo, validation=None))

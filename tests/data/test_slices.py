@@ -14,7 +14,7 @@ from train import take_step
 from training.metrics import slice_means
 
 
-def test_bins_end_at_powers_of_two():
+def test_slice_bins_end_at_powers_of_two():
     lengths = torch.arange(1, 131)[None]
     tokens = torch.zeros_like(lengths)
     bins = text_cells(tokens, tokens)[0] % NUM_BINS
@@ -25,7 +25,7 @@ def test_bins_end_at_powers_of_two():
     assert names[:9] == ["1", "2", "3-4", "3-4", *["5-8"] * 4, "9-16"]
 
 
-def test_repeated_bigrams_are_found_in_a_tiny_text():
+def test_repeated_bigrams_are_detected():
     #          a  b  c  a  b  a  b  c  d
     text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
     is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS

@@ -316,7 +316,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_encoding_a_document_in_parts_gives_the_same_tokens(tmp_path, monkeypatch, kind):
     if kind == "with a space in front" and not STORIES.exists():
-        pytest.skip("needs the datasets beside the repository")
+        pytest.skip("needs the datasets next to the repository")
     tokenizer = TOKENIZERS[kind]()
     draw = random.Random(0)
     text = "".join(draw.choice(SCRIPTS)[: draw.randrange(60)] for _ in range(200))
@@ -457,7 +457,7 @@ def test_documents_are_held_out_by_hash_in_any_order(tmp_path):
         assert held_out == set(filter(is_held_out, documents))
 
 
-def test_one_of_a_few_documents_or_the_end_of_a_single_one_is_held_out(tmp_path):
+def test_one_document_of_a_few_or_the_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")

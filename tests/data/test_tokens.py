@@ -70,7 +70,7 @@ def test_a_corpus_contains_the_ids_in_its_files(tmp_path, form):
 
 
 @pytest.mark.parametrize("most, held", [(500, 50), (7, 7)])
-def test_without_a_validation_file_the_end_of_the_last_file_is_held_out(tmp_path, most, held):
+def test_the_end_of_the_last_file_is_held_out_without_a_validation_file(tmp_path, most, held):
     save(tmp_path / "a.bin", [1] * 300)
     save(tmp_path / "b.bin", [*range(100)] * 10)
     corpus = prepare(source(tmp_path, validation_tokens=most), tmp_path / "cache")
@@ -127,12 +127,18 @@ def raw(name: str, content: bytes) -> None:
 
 ONES = [1] * 500
 BAD = {
-    "a cut shard": (lambda: save(Path("a.bin"), ONES, "llm.c", count=501), "a.bin: 500 tokens"),
+    "a truncated shard": (
+        lambda: save(Path("a.bin"), ONES, "llm.c", count=501),
+        "a.bin: 500 tokens",
+    ),
     "half a token": (lambda: raw("a.bin", bytes(2001)), "a.bin: 1000 tokens"),
     "an empty shard": (lambda: raw("a.bin", b""), "a.bin: 0 tokens"),
-    "a header alone": (lambda: raw("a.bin", struct.pack("<2i", 20240520, 1)), "a.bin: "),
-    "an id outside": (lambda: save(Path("a.bin"), [*ONES, 100]), "a.bin has 100, of 100"),
-    "an id outside, held out": (
+    "only a header": (lambda: raw("a.bin", struct.pack("<2i", 20240520, 1)), "a.bin: "),
+    "an id outside the vocabulary": (
+        lambda: save(Path("a.bin"), [*ONES, 100]),
+        "a.bin has 100, of 100",
+    ),
+    "a held-out id outside the vocabulary": (
         lambda: [save(Path(n), [*ONES, i]) for n, i in (("a.bin", 9), ("val.bin", 100))],
         "val.bin",
     ),
@@ -146,7 +152,7 @@ BAD = {
         lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
         "no files to train on",
     ),
-    "too little": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
+    "too few tokens": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
 }
 
 

@@ -12,33 +12,33 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PROTECTIONS = {  # Protection: (file, code, replacement, tests that should fail without it).
-    "sync to the disk": (
-        "run/sealed.py",
-        "os.fsync(descriptor)",
-        "pass",
-        "crashes.py -k power_cut",
-    ),
-    "hashes of files": (
+    "sync to disk": ("run/sealed.py", "os.fsync(descriptor)", "pass", "crashes.py -k power_cut"),
+    "file hashes": (
         "run/sealed.py",
         "sha256_of(safe_child(folder, name)) != digest",
         "not safe_child(folder, name).exists()",
         "damage.py",
     ),
-    "hash of the manifest": (
+    "the manifest hash": (
         "run/sealed.py",
         "if raw[-SEAL_LENGTH:] != ",
         "if None == ",
         "damage.py -k flipped",
     ),
-    "a folder aside": (
+    "the staging folder": (
         "run/sealed.py",
         'staging = folder.with_name(f".tmp-{folder.name}")',
         "staging = folder",
         "",
     ),
-    "no links": ("run/sealed.py", "path.is_symlink() or folder.is_symlink()", "False", "damage.py"),
+    "the refusal of links": (
+        "run/sealed.py",
+        "path.is_symlink() or folder.is_symlink()",
+        "False",
+        "damage.py",
+    ),
     "the lock": ("run/folder.py", "not sealed.acquire(lock)", "False", "storage.py -k one_run"),
-    "nothing is unpickled": (
+    "loading without unpickling": (
         "run/checkpoint.py",
         "weights_only=True",
         "weights_only=False",
@@ -51,26 +51,26 @@ PROTECTIONS = {  # Protection: (file, code, replacement, tests that should fail 
         "(lambda *_: 0)(trainer",
         "resume.py",
     ),
-    "the place in the data": (
+    "the position in the data": (
         "training/trainer.py",
         "            loss_sums = self.compute_gradients(progress.step, micro_batch_size)",
         "            loss_sums = self.compute_gradients(progress.step - progress.first_step, 2)",
         "resume.py",
     ),
-    "the draw of a step": (
+    "the random state of a step": (
         "training/trainer.py",
         "torch.manual_seed(draw % 2**63)",
         "pass",
         "resume.py",
     ),
-    "what is finite": (
+    "the check for finite values": (
         "training/meter.py",
         "is_finite = self.is_finite & self.loss_sum.isfinite().all()",
         "is_finite = True",
         "resume.py -k diverged",
     ),
     "signals": ("train.py", "run.signals.arm()", "pass", "signals.py -k saves_and_ends"),
-    "the log's length": (
+    "truncation of the log": (
         "training/logger.py",
         "file.truncate(self.sizes[name])",
         "pass",
@@ -121,7 +121,7 @@ def main() -> int:
         for what in PROTECTIONS:
             test = seen(folder, what)
             missed += test is None
-            print(f"without {what}: {test or 'NOTHING TURNS RED'}", flush=True)
+            print(f"without {what}: {test or 'NO TEST FAILS'}", flush=True)
     return missed
 
 

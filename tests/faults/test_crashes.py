@@ -95,7 +95,7 @@ def test_a_run_resumes_from_every_crash_point(job, whole):
     assert points > 60 and found == []
 
 
-def test_crash_points_detect_a_saver_that_writes_in_place(job, whole):
+def test_the_crash_point_test_detects_a_saver_that_writes_in_place(job, whole):
     assert every_crash_point(job, whole, harness.in_place)[1]
 
 
@@ -150,5 +150,5 @@ def test_a_disk_error_in_any_sync_leaves_no_incomplete_folder(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_power_cuts_detect_a_saver_that_does_not_sync(job, whole):
+def test_the_power_cut_test_detects_a_saver_that_does_not_sync(job, whole):
     assert power_cuts(job, whole, range(60, 120, 20), harness.unsynced)

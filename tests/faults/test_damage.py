@@ -97,7 +97,7 @@ def test_truncated_deleted_swapped_and_linked_files_are_detected(spoiled):
 
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
-def test_damaged_files_are_loaded_without_verification(spoiled, ways, monkeypatch):
+def test_disabling_verification_loads_damaged_files(spoiled, ways, monkeypatch):
     monkeypatch.setattr(sealed, "verify", sealed.verify)  # lets monkeypatch undo harness.trusting
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5

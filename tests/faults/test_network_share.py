@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_synced_causes_one_warning(tmp_path, failing_syn
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_disk_error_still_ends_the_run(job, failing_sync, capfd, number, is_folder):
+def test_a_disk_error_during_a_sync_ends_the_run(job, failing_sync, capfd, number, is_folder):
     job.fresh()
     assert finish(start(job.with_words("steps=1"), lambda: failing_sync(number, is_folder))) == 74
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -288,9 +288,7 @@ def test_resume_reports_a_change_of_machine():
     assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
 
 
-def test_the_command_refuses_to_resume_with_a_changed_seed_batch_model_or_row_order(
-    job, capfd, monkeypatch
-):
+def test_resume_refuses_a_changed_seed_batch_size_model_or_row_order(job, capfd, monkeypatch):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     for word in ("seed=1", "batch_tokens=128", "model.tied=true"):

@@ -156,10 +156,10 @@ WAITING = {
     "tolist": lambda x, host: x.tolist(),
     "equal": lambda x, host: x.equal(x),
     "to the host": lambda x, host: x.cpu(),
-    "into memory of the host": lambda x, host: host.copy_(x, non_blocking=True),
+    "into host memory": lambda x, host: host.copy_(x, non_blocking=True),
     "to the device": lambda x, host: host.pin_memory().to("cuda"),
-    "from memory that is not pinned": lambda x, host: host.to("cuda", non_blocking=True),
-    "indices of the host": lambda x, host: x[host[0].long()],
+    "from unpinned memory": lambda x, host: host.to("cuda", non_blocking=True),
+    "indices on the host": lambda x, host: x[host[0].long()],
     "a list": lambda x, host: torch.tensor([1, 2], device="cuda"),
 }
 NOT_WAITING = {

@@ -150,7 +150,7 @@ def test_only_equal_seeds_give_equal_samples():
     assert one == same != other
 
 
-def test_a_full_context_drops_its_older_half():
+def test_the_older_half_of_a_full_context_is_dropped():
     model = redraw(instantiate(tree_of("gqa"))).double()
     prompt = list(range(64))
     read = []

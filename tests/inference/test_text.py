@@ -54,7 +54,7 @@ KINDS = {
     "byte fallback": partial(byte_pairs, family="TinyLlama-1.1B"),
     "metaspace": partial(byte_pairs, family="Mistral-7B-v0.3"),
     "SentencePiece": partial(sentence_pieces, vocab_size=300, byte_fallback=True),
-    "SentencePiece, text as it is": partial(
+    "SentencePiece, identity normalization": partial(
         sentence_pieces,
         vocab_size=300,
         byte_fallback=True,
@@ -67,7 +67,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_text_equals_all_tokens_decoded_at_once(kind, tmp_path):
+def test_streamed_text_matches_text_decoded_at_once(kind, tmp_path):
     tokenizer = KINDS[kind](tmp_path)
     draw = random.Random(0)
     sequences = [tokenizer.encode(text) for text in [*NASTY, "ab 😀👩‍👩‍👧 éü Жили-были🐈"]]

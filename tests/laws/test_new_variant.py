@@ -27,7 +27,7 @@ def files_over_all_attentions() -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["average"])
-def test_a_new_variant_of_two_files_passes_all_tests(name, tmp_path):
+def test_a_new_variant_needs_only_two_files_to_pass_all_tests(name, tmp_path):
     # Copy this repository with only the attention preset that its defaults need.
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")

@@ -80,7 +80,7 @@ def test_variants_initialize_parameters_of_the_same_name_equally():
     assert not torch.equal(first.embed.weight, other_seed.embed.weight)
 
 
-def test_initial_weights_differ_between_layers_and_seeds():
+def test_initial_weights_differ_across_layers_and_seeds():
     values = set()
     for seed in (0, 7):
         model = build_model(tree_of("differential"), seed=seed)

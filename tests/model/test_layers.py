@@ -47,7 +47,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_feed_forwards_match_their_formulas(activation):
+def test_feed_forward_layers_match_their_formulas(activation):
     def activate(x: Tensor) -> Tensor:
         return x.detach().clone().apply_(ACTIVATIONS[activation])
 

@@ -32,7 +32,7 @@ def test_the_first_progress_bar_shows_loss_rate_and_time_left(
 
 
 @pytest.mark.parametrize("lasts, told", [(0.0, []), (0.5, ["reading"])])
-def test_a_long_wait_is_announced(capsys, monkeypatch, lasts, told):
+def test_long_waits_are_announced(capsys, monkeypatch, lasts, told):
     monkeypatch.setattr(progress, "PATIENCE", 0.3)
     with progress.waiting("reading"):
         time.sleep(lasts)

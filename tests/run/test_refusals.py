@@ -337,7 +337,7 @@ def test_every_translation_composes():
     compose(waiting)
 
 
-def test_no_config_key_is_also_a_translated_name():
+def test_config_keys_do_not_clash_with_translated_names():
     tops = {key for key in defaults() if key not in GROUPS}
     assert not tops & {*aliases.TEMPLATES, *aliases.REASONS}
 
@@ -416,7 +416,7 @@ SUGGESTIONS = {
 }
 
 
-def test_only_similar_keys_are_suggested():
+def test_only_similar_keys_are_suggested_for_a_typo():
     words = [f"{typed}={number}" for number, typed in enumerate(SUGGESTIONS)]
     with pytest.raises(OverrideError) as refused:
         compose(words)
@@ -674,16 +674,16 @@ def test_a_comma_in_a_data_path_does_not_separate_variants(command):
 
 TEXT = ("data=text", "data.path=story.txt")
 TRAINING = {
-    "an option of Hydra's kind": (["--model", "small"], 2, "fix: model=small"),
+    "an option with dashes": (["--model", "small"], 2, "fix: model=small"),
     "a range of values": (["seed=range(3)"], 1, "python -m tools.compare"),
     "a missing file": (["data=text", "data.path=absent.txt"], 2, "absent.txt"),
     "an empty file": (["data=text", "data.path=empty.txt"], 2, "empty.txt"),
-    "bytes that are no text": (["data=text", "data.path=latin.txt"], 2, "latin.txt: invalid"),
+    "bytes that are not UTF-8": (["data=text", "data.path=latin.txt"], 2, "latin.txt: invalid"),
     "too little text": ([*TEXT, "data.vocab_size=400", "batch_tokens=65536"], 2, "need 65"),
     "a vocabulary too small": ([*TEXT, "data.vocab_size=260"], 2, "260"),
     "no holdout": ([*TEXT, "data.holdout=0"], 2, "holdout"),
-    "a model beside init_from": (["init_from=absent"], 2, "(model=tiny). fix: leave"),
-    "a dataset that is not reached": (["data=tinystories"], 2, "roneneldan/TinyStories"),
+    "a model together with init_from": (["init_from=absent"], 2, "(model=tiny). fix: leave"),
+    "an unreachable dataset": (["data=tinystories"], 2, "roneneldan/TinyStories"),
 }
 
 
@@ -705,15 +705,15 @@ BAD_GENERATION = {
     "two prompts": (["a", "--prompt-file", "latin.txt"], 2, "--prompt-file"),
     "an unknown option": (["a", "--colour", "blue"], 2, "--colour"),
     "a negative temperature": (["a", "--temperature", "-1"], 2, "-1"),
-    "no number": (["a", "--temperature", "nan"], 2, "nan"),
-    "an infinite one": (["a", "--temperature", "inf"], 2, "inf"),
+    "not a number": (["a", "--temperature", "nan"], 2, "nan"),
+    "an infinite temperature": (["a", "--temperature", "inf"], 2, "inf"),
     "a negative top-k": (["a", "--top-k", "-1"], 2, "-1"),
     "a top-p above 1": (["a", "--top-p", "1.5"], 2, "must be from 0 to 1, got 1.5"),
     "a negative length": (["a", "--max-new-tokens", "-5"], 2, "must be at least 1, got -5"),
     "no GPU": (["a", "--device", "cuda"], 2, "cuda"),
     "a missing file": (["--prompt-file", "absent.txt"], 2, "absent.txt"),
-    "a file that is no text": (["--prompt-file", "latin.txt"], 2, "position 5"),
-    "a file without a line": (["--prompt-file", "empty.txt"], 2, "empty.txt"),
+    "a file that is not UTF-8": (["--prompt-file", "latin.txt"], 2, "position 5"),
+    "a file without lines": (["--prompt-file", "empty.txt"], 2, "empty.txt"),
     "no tokens": (["a", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
     "compiled without a cache": (["a", "--compile", "true", "--no-cache"], 2, "--no-cache"),
 }
@@ -734,7 +734,7 @@ def test_generate_reports_invalid_input_in_one_line_with_an_exit_code(
     assert line.startswith("error: ") and ". fix: " in line and value in line
 
 
-def test_every_fix_is_specific():
+def test_every_suggested_fix_is_specific():
     for path in ROOT.rglob("*.py"):
         if not {"tests", ".venv", ".cache"} & set(path.relative_to(ROOT).parts):
             text = path.read_text(encoding="utf-8")

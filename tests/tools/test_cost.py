@@ -35,7 +35,7 @@ def test_cost_figures_match_the_allocated_model(attention):
     )
 
 
-def test_only_selected_attentions_are_shown(command):
+def test_only_selected_attention_presets_are_shown(command):
     result = command("tools/cost.py", *OVERRIDES, "attention=mla,gqa")
     assert names_in(result.out) == ["mla", "gqa"]
 

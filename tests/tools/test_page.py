@@ -97,7 +97,7 @@ def test_the_answer_and_the_figure_are_on_the_first_screen(seen, name, width):
 
 @everywhere
 @each
-def test_all_details_are_collapsed_at_first(seen, name, width):
+def test_all_details_are_collapsed_initially(seen, name, width):
     view = seen[f"{name} {width}"]
     assert view["openDetails"] == 0 and view["numDetails"] >= 4
 

@@ -35,7 +35,7 @@ def test_each_variant_is_composed_once(plan_jobs, monkeypatch):
     assert len(jobs) == 10 and len(composed) == 2
 
 
-def test_jobs_compose_to_the_requested_settings(plan_jobs):
+def test_each_job_composes_to_the_requested_settings(plan_jobs):
     words = ["attention=gqa,mqa", "seed=0,3", "model=tiny", "optimizer.lr=0.01"]
     jobs = plan_jobs(words, "params", Path("out, of é"))
     assert [job.run_dir.name for job in jobs] == ["gqa-0", "mqa-0", "gqa-3", "mqa-3"]

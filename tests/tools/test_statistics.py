@@ -143,7 +143,7 @@ def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
         ((4, 4, 4, 4), 1, False),
     ],
 )
-def test_a_variant_solves_a_task_more_often_only_beyond_chance(counts, num_variants, is_more):
+def test_a_difference_in_solving_seeds_must_be_significant(counts, num_variants, is_more):
     assert solves_more_often(*counts, num_variants) == is_more
 
 

@@ -121,7 +121,7 @@ REFUSED = {
     "a named extra token": (SMOL, config(extra_special_tokens={"image_token": "<extra>"}), SAVE),
     "an additional token": (SMOL, config(additional_special_tokens=["ball"]), SAVE),
     "new padding": (SMOL, config(pad_token="<pad>"), SAVE),
-    "a word as BOS": (SMOL, config(bos_token="ball"), SAVE),
+    "a normal token as BOS": (SMOL, config(bos_token="ball"), SAVE),
     "added_tokens.json": (SMOL, edit("added_tokens.json", **{"<extra>": 600}), SAVE),
     "special_tokens_map.json": (SMOL, edit("special_tokens_map.json", sep_token="<extra>"), SAVE),
     "no special tokens": (SMOL, flag_tokens(None), SAVE),
@@ -135,12 +135,12 @@ REFUSED = {
         config(tokenizer_class="LlamaTokenizer", add_bos_token=False),
         '"add_bos_token": true',
     ),
-    "EOS behind a text": (
+    "EOS after a text": (
         TINY,
         config(tokenizer_class="LlamaTokenizer", add_eos_token=True),
         '"add_eos_token": false',
     ),
-    "SentencePiece, EOS behind": (
+    "SentencePiece, EOS after a text": (
         "plain",
         config(**LLAMA | FAST, add_eos_token=True),
         "eos_token in tokenizer_config.json",

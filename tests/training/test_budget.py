@@ -43,7 +43,7 @@ def simulate(
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "wsd schedule.cooldown=0"])
 @pytest.mark.parametrize("when", [0.2, 0.35, 0.5, 0.7, 0.9])
-def test_max_minutes_holds_on_a_machine_that_slows_to_half_speed(
+def test_max_minutes_is_met_on_a_machine_that_slows_to_half_speed(
     run_of, monkeypatch, when, schedule
 ):
     words = f"schedule={schedule} max_minutes=10 steps=null max_epochs=null eval_tokens=512"
@@ -74,7 +74,7 @@ def test_a_fitted_number_of_steps_is_kept_if_the_speed_varies_little(run_of, mon
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_number_of_slow_steps_is_fitted_immediately(run_of, monkeypatch, capsys, is_compiled):
+def test_a_run_with_slow_steps_is_fitted_immediately(run_of, monkeypatch, capsys, is_compiled):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     run.budget.is_compiled = is_compiled
     # A step takes ten seconds; the first one takes 20 if it compiles.

@@ -47,7 +47,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @pytest.mark.skipif(compilation.cpp_compiler() is None, reason="needs a compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
-def test_a_second_start_reads_the_compiled_loss_from_the_cache():
+def test_a_restart_loads_the_compiled_loss_from_the_cache():
     """Its gradients are correct, because constants in the autograd function are part of the key."""
     hidden, weight, targets = example(torch.float32)
     configure_compiler()
@@ -182,7 +182,7 @@ def test_matrix_products_use_the_padded_vocabulary(monkeypatch):
 
 
 @pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_without_gradients_the_loss_takes_a_third_of_the_flops(monkeypatch, max_logits):
+def test_the_loss_takes_a_third_of_the_flops_without_gradients(monkeypatch, max_logits):
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     hidden, weight, targets = example(torch.float32)
     losses = []

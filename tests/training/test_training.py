@@ -53,7 +53,7 @@ def test_clipping_bounds_the_gradient(run_of):
     assert moved[1] < moved[0] / 5
 
 
-def test_schedules_follow_their_formulas():
+def test_schedules_match_their_formulas():
     assert [
         wsd(step, 100, warmup=10, cooldown=0.5, floor=0.1) for step in (0, 9, 10, 50, 75, 100)
     ] == pytest.approx([0.1, 1, 1, 1, 0.55, 0.1])
