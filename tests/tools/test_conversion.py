@@ -343,7 +343,7 @@ def listed() -> dict[str, set[str]]:
     text = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
     presets = {}
     for title in ("Converted", "Refused"):
-        line = text.partition(f"{title} from a model of `gqa`: ")[2].partition("\n\n")[0]
+        line = text.partition(f"{title} from a `gqa` model: ")[2].partition("\n\n")[0]
         presets[title] = set(re.findall(r"`(\w+)`", line))
     return presets
 
