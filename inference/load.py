@@ -24,6 +24,7 @@ def load(
     GPU, this disables cuDNN attention in the whole process, in favor of flash attention. Raises
     ValueError if there is no model.
     """
+    hardware.use_huge_pages()
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)
     is_bf16 = dtype in ("bf16", "int8")  # int8 is quantized from bf16

@@ -209,6 +209,8 @@ def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) ->
 
 def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -> None:
     """For each message from the parent, time some steps and send the measurements."""
+    if kind == "decode":
+        hardware.use_huge_pages()  # for all competitors
     settings, device, precision = bench_settings(overrides)
     step = COMPETITORS[kind][name](settings, device, precision)
     if kind == "train":
@@ -288,7 +290,8 @@ def train_transformers(settings: Settings, device: torch.device, precision: torc
 def decode_ours(
     settings: Settings, device: torch.device, precision: torch.dtype, *, int8: bool = False
 ) -> Step:
-    model = build_model(settings.model, device, dtype=precision, seed=None)
+    # Initialize the weights: all pages of untouched memory are the same page, which a cache holds.
+    model = build_model(settings.model, device, dtype=precision)
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 

@@ -1,10 +1,14 @@
 """The selection of the device, and the precision of fp32 products."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from run import compilation, hardware, progress
-from tests.conftest import TINY
+from tests.conftest import ROOT, TINY
 
 
 @pytest.mark.parametrize(
@@ -150,3 +154,25 @@ def test_training_configures_the_selected_device(command, monkeypatch):
     words = (*TINY, "data=recall", "data.pairs=[2]", "context=16", "batch_tokens=64", "steps=1")
     command("train.py", *words).succeeded()
     assert prepared == [torch.device("cpu")]
+
+
+# /sys/kernel/mm/transparent_hugepage/enabled: the selected value is in brackets.
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ALLOCATE = """
+import torch
+from run import hardware
+
+hardware.use_huge_pages()
+weights = torch.ones(2**24)  # 64 MiB
+with open("/proc/self/smaps_rollup") as summary:
+    print([line.split()[1] for line in summary if line.startswith("AnonHugePages")][0])
+"""
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="needs huge pages"
+)
+def test_large_tensors_are_in_huge_pages():
+    command = [sys.executable, "-c", ALLOCATE]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    assert int(result.stdout) >= 60 * 1024  # kB

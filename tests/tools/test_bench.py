@@ -13,7 +13,7 @@ import torch
 
 from run import hardware
 from run.instantiate import instantiate
-from tests.conftest import LONG, TINY
+from tests.conftest import LONG, TINY, poisoned_memory
 from tools import bench
 
 WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
@@ -159,6 +159,18 @@ def test_prefill_and_decoding_are_timed_separately(monkeypatch, name):
     measured = bench.COMPETITORS["decode"][name](settings, device, precision)()
     assert measured.keys() == {"seconds", "first_token_seconds"}
     assert all(seconds > 0 for seconds in measured.values())
+
+
+def test_our_decoding_reads_initialized_weights(monkeypatch):
+    """Reading untouched memory is faster: all of its pages are one page of zeros."""
+    engines = []
+    monkeypatch.setattr(bench, "Engine", lambda *args: engines.append(args[0]) or mock.Mock())
+    words = [*WORDS, "context=16", "batch_tokens=48", "compile=false"]
+    monkeypatch.setattr(bench, "NEW_TOKENS", 6)
+    settings = bench.bench_settings(words)
+    with poisoned_memory():
+        bench.decode_ours(*settings)
+    assert all(weight.isfinite().all() for weight in engines[0].parameters())
 
 
 def test_a_summary_reports_medians_over_turns_and_the_rate():
