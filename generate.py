@@ -1,7 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
-Standard output has only the new text; speed and problems go to standard error. If there are
-several texts, a line with the prompt precedes each.
+Only the generated text is printed to standard output; speed and warnings go to standard error.
+If several texts are generated, a line with the prompt precedes each.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def compile_engine(engine: "Engine", *, is_required: bool) -> None:
 
     compilation.prepare_to_compile()
     option = "--compile false"
-    with waiting(f"compiling the decode step (to start at once: {option})"):
+    with waiting(f"compiling the decode step (to skip compilation: {option})"):
         compilation.compile_and_run(engine.compile, is_required=is_required, option=option)
 
 
@@ -130,9 +130,7 @@ def parse_arguments() -> argparse.Namespace:
 
     # Prompts and model.
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument(
-        "prompt", nargs="?", help="text to continue; - reads it from standard input"
-    )
+    prompts.add_argument("prompt", nargs="?", help="text to continue; - reads from standard input")
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
 
@@ -141,7 +139,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-new-tokens",
         type=positive,
         default=200,
-        help="maximum number of tokens to generate for each prompt",
+        help="maximum number of tokens to generate per sample",
     )
     add(
         "--temperature",
@@ -153,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
         "--top-k",
         type=natural,
         default=50,
-        help="sample from the k most likely tokens; 0: from all tokens",
+        help="sample from the k most likely tokens; 0: all tokens",
     )
     add(
         "--top-p",
@@ -165,20 +163,21 @@ def parse_arguments() -> argparse.Namespace:
         "--min-p",
         type=fraction,
         default=0.0,
-        help="drop tokens below this fraction of the largest probability",
+        help="drop tokens whose probability is below this fraction of the largest",
     )
     add(
         "--repetition-penalty",
         type=bounded_number(float, 1e-9),
         default=1.0,
-        help="above 1, tokens of the text so far become less likely; 1: no penalty",
+        help="repetition penalty: above 1, tokens already in the text become less likely; 1: no "
+        "penalty",
     )
-    add("--num-samples", type=positive, default=1, help="number of samples for each prompt")
+    add("--num-samples", type=positive, default=1, help="number of samples per prompt")
     add(
         "--seed",
         type=natural,
         default=0,
-        help="seed of the samples, which do not depend on the batch",
+        help="random seed; a sample does not depend on the rest of its batch",
     )
     add(
         "--stop",
@@ -208,7 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.no_cache and args.cache_dtype != "auto":
         parser.error(f"--no-cache cannot be combined with --cache-dtype {args.cache_dtype}")
     if "" in args.stop:
-        parser.error("--stop is empty, so every text would end at once")
+        parser.error("--stop is empty, so every text would end immediately")
     return args
 
 
@@ -224,7 +223,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     lines = args.prompt_file.read_text("utf-8-sig").split("\n")
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"{args.prompt_file} has no prompt. fix: write one prompt per line")
+        raise ValueError(
+            f"no prompts in the file (--prompt-file {args.prompt_file}). fix: write one prompt "
+            "per line"
+        )
     return prompts
 
 

@@ -75,8 +75,8 @@ def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         # Reading from a pipe or a device may never end.
         if not file.is_file():
             raise ValueError(
-                f"not a file, but a pipe, device or broken link ({file}). fix: remove it, or "
-                "give another path"
+                f"not a regular file but a pipe, device or broken link ({file}). fix: remove it, "
+                "or use a different path"
             )
     return sorted(set(files), key=lambda file: Path(os.path.abspath(file)))
 
@@ -86,7 +86,7 @@ def entries_of(path: Paths) -> list[str]:
     entries = path if isinstance(path, list) else [path]
     if not entries or not all(entries):
         raise ValueError(
-            f"no files ({path=}). fix: give a file, a glob or a folder; for train.py: "
+            f"no matching files ({path=}). fix: pass a file, a glob or a folder; for train.py: "
             "data.path=my/texts"
         )
     return [os.path.expanduser(entry) for entry in entries]
@@ -130,7 +130,7 @@ def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
     skipped = Counter()
     for entry in entries_of(path):
         if Path(entry).is_dir():
-            skipped.update(file.suffix.lower() or "no suffix" for file in walk(Path(entry)))
+            skipped.update(file.suffix.lower() or "without a suffix" for file in walk(Path(entry)))
     for suffix in suffixes:
         del skipped[suffix]
     return skipped
@@ -139,8 +139,8 @@ def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
 def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
     """Return the error message for an entry that names no file."""
     skipped = skipped_suffixes(entry, suffixes)
-    problem = f"no files (path={entry!r}"
-    fix = f"give a file, a glob or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
+    problem = f"no matching files (path={entry!r}"
+    fix = f"pass a file, a glob or a folder of {' '.join(suffixes)}, such as data.path=my/texts"
     if skipped:
         problem += f" has {listing(skipped)}"
         texts = [suffix for suffix, _ in skipped.most_common() if suffix.startswith(".")]
@@ -148,7 +148,7 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
         if texts and suffixes == TEXT_SUFFIXES:
             globs = [f"{entry.rstrip('/')}/**/*{suffix}" for suffix in texts[:MOST_SUFFIXES]]
             value = globs[0] if len(globs) == 1 else json.dumps(globs, separators=(",", ":"))
-            fix = f"use a glob, which reads any text: {shlex.quote(f'data.path={value}')}"
+            fix = f"use a glob, which accepts any suffix: {shlex.quote(f'data.path={value}')}"
     return f"{problem}). fix: {fix}"
 
 
@@ -195,8 +195,8 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     # Training on files named validation would make the validation loss worthless.
     if not train:
         raise ValueError(
-            f"no files to train on (data.path={path}). fix: give files without val or test in "
-            "their names"
+            f"no training files (data.path={path}). fix: add files without val or test in their "
+            "names"
         )
     return Split(list(train.values()), list(validation.values()), list(unused.values()))
 
@@ -205,10 +205,10 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
     """Return a line that counts the files read and skipped; None for a single file."""
     skipped = skipped_suffixes(path, suffixes)
     if split.unused:
-        skipped["in test files"] = len(split.unused)
+        skipped["with test in the name"] = len(split.unused)
     if not skipped and len(split.train) == 1 and not split.validation:
         return None
-    text = f"files: {len(split.train)} to train on, {len(split.validation)} held out"
+    text = f"files: {len(split.train)} for training, {len(split.validation)} held out"
     if skipped:
         text += f"; not read: {listing(skipped)}"
     return text
@@ -248,7 +248,7 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
         if suffix in OTHER_SUFFIXES:
             raise ValueError(
                 f"not a text file ({file}). fix: unpack it, or save it as "
-                f"{' or '.join(TEXT_SUFFIXES)}; for token ids, data=tokens"
+                f"{' or '.join(TEXT_SUFFIXES)}; for token ids, use data=tokens"
             )
         parts = read_text(file, separator)
         if suffix in ROW_SUFFIXES:
@@ -314,12 +314,12 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
         # pyarrow's messages state the cause at the end of their first line.
         first_line, _, _ = str(error).partition("\n")
         _, _, reason = first_line.rpartition("Invalid: ")
-        fix = "repair it"
+        fix = "repair the file"
         if "block" in reason:
             fix = f"limit rows to {BLOCK_BYTES // 2**20} MB, or use .parquet"
         raise ValueError(
-            f"{reason} ({file}, after {num_rows} rows). fix: {fix}; if the text is in another "
-            "field: data.text_field=NAME in training, elsewhere rename the field"
+            f"{reason} ({file}, after {num_rows} rows). fix: {fix}; if the text is in a different "
+            "field, set data.text_field=NAME in training, or rename the field elsewhere"
         ) from None
 
 

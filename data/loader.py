@@ -46,7 +46,7 @@ class Loader:
             min_tokens = (batch_size + 1) * context + 1
             raise ValueError(
                 f"too little text for one batch (have {num_tokens} tokens, need {min_tokens}). "
-                "fix: more text, or a smaller batch_tokens or context"
+                "fix: use more text, or reduce batch_tokens or context"
             )
         for shard in shards:
             advise_random_access(shard)

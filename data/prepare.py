@@ -232,14 +232,14 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
-            f"no training text, or no held-out text ({train_tokens} tokens, {held_out_bytes} "
-            "bytes). fix: more documents"
+            f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
+            "bytes). fix: add documents"
         )
     if changes:
         say(
             f"warning: the tokenizer does not reproduce {len(changes)} of the held-out documents "
-            f"({changes[0]}); val_bpb counts the bytes of the decoded text. fix: another "
-            "data.tokenizer"
+            f"({changes[0]}); val_bpb counts the bytes of the decoded text. fix: choose a "
+            "different data.tokenizer"
         )
 
 

@@ -39,13 +39,13 @@ class Pretokenized(Source):
         for file in (*self.files.train, *self.files.validation):
             if file.suffix.lower() != ".bin":
                 raise ValueError(
-                    f"not a .bin file of token ids ({file}). fix: data=text for text; rename the "
-                    "file if its bytes are ids"
+                    f"not a .bin file of token ids ({file}). fix: for text, use data=text; if the "
+                    "file contains ids, rename it to end in .bin"
                 )
         if self.validation_tokens < 2:
             raise ValueError(
                 "evaluation needs at least two tokens "
-                f"(data.validation_tokens={self.validation_tokens}). fix: 2 or more"
+                f"(data.validation_tokens={self.validation_tokens}). fix: set it to 2 or more"
             )
         # Without a tokenizer, ids serve as their own text.
         if self.tokenizer:
@@ -56,14 +56,14 @@ class Pretokenized(Source):
             raise ValueError(
                 f"BOS is not in the vocabulary (data.bos={self.bos} "
                 f"data.vocab_size={self.vocab_size}). fix: data.bos={self.vocab_size - 1}, or the "
-                "id that separates the documents"
+                "id of the document separator"
             )
 
     def note(self) -> str | None:
         return describe_files(self.path, (".bin",), self.files)
 
     def unused_keys(self) -> dict[str, str]:
-        return {"data.bos": "the tokenizer has its own BOS"} if self.tokenizer else {}
+        return {"data.bos": "the tokenizer defines BOS"} if self.tokenizer else {}
 
     def identity(self) -> str:
         train = content_hash(self.files.train)
@@ -106,8 +106,8 @@ class Pretokenized(Source):
             is_whole = count == header["num_tokens"]
         if not is_whole:
             raise ValueError(
-                f"incomplete .bin file ({file}: {count} tokens of {dtype.name}). "
-                "fix: get the file again, or set data.dtype"
+                f"incomplete .bin file ({file}: {count} tokens of {dtype.name}). fix: copy or "
+                "download it again, or set data.dtype"
             )
 
         # Ids stored at twice this width would have a zero in every other position.
@@ -118,15 +118,15 @@ class Pretokenized(Source):
         is_halved = not (probe[::2].any() and probe[1::2].any())
         if is_halved and len(probe) >= MIN_PROBED_TOKENS and highest > 0:
             raise ValueError(
-                f"every second {dtype.name} is 0, so the ids have another dtype ({file}). "
+                f"every second {dtype.name} is 0, so the ids have a different dtype ({file}). "
                 "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:
             raise ValueError(
-                f"a token id is outside the vocabulary ({file} has {highest}, "
-                f"of {self.ids_of.vocab_size}, read as {dtype.name}). fix: correct "
-                "data.vocab_size, data.tokenizer or data.dtype; for text, data=text"
+                f"a token id is outside the vocabulary ({file} contains {highest} when read as "
+                f"{dtype.name}, data.vocab_size={self.ids_of.vocab_size}). fix: correct "
+                "data.vocab_size, data.tokenizer or data.dtype; for text, use data=text"
             )
         return tokens
 

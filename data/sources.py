@@ -100,8 +100,8 @@ class Packages(Source):
                 distribution = importlib.metadata.distribution(name)
             except importlib.metadata.PackageNotFoundError:
                 raise ValueError(
-                    f"this package is not installed ({name}). fix: pip install {name}, or leave it "
-                    "out of data.packages"
+                    f"package not installed ({name}). fix: pip install {name}, or remove it from "
+                    "data.packages"
                 ) from None
             for file in distribution.files or ():
                 if file.suffix == ".py" and SKIPPED.isdisjoint(file.parts):
@@ -160,11 +160,15 @@ class Text(Source):
 
     def __post_init__(self):
         if self.holdout < 2:
-            raise ValueError(f"no text to train on (data.holdout={self.holdout}). fix: 2 or more")
+            raise ValueError(
+                f"no text is left for training (data.holdout={self.holdout}). fix: set it to 2 or "
+                "more"
+            )
         if self.separator != self.separator.strip():
             raise ValueError(
-                f"no line can equal the separator (data.separator={self.separator!r}): white "
-                f"space around a line is ignored. fix: data.separator={self.separator.strip()!r}"
+                "no line can match the separator, because whitespace around lines is ignored "
+                f"(data.separator={self.separator!r}). fix: "
+                f"data.separator={self.separator.strip()!r}"
             )
         self.files = split_files(self.path, TEXT_SUFFIXES)
 
@@ -215,7 +219,7 @@ class Text(Source):
                 digests.append(int(document.hexdigest(), 16))
                 document = sha256()
         if not digests:
-            raise ValueError(f"no documents (in {self.path}). fix: give a file with text")
+            raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
 
         # A single document: hold out its end.
         if len(digests) == 1:

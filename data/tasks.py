@@ -63,8 +63,9 @@ class Task(Source):
             self.row(np.random.default_rng(0), max(self.sizes))
         except (ValueError, IndexError):
             raise ValueError(
-                f"rows with answers {self.sizes} do not fit (context={self.context}, "
-                f"data.vocab_size={self.vocab_size}). fix: increase these, or use fewer answers"
+                f"rows with {self.sizes} answers do not fit (context={self.context}, "
+                f"data.vocab_size={self.vocab_size}). fix: increase these values, or use fewer "
+                "answers"
             ) from None
 
     @property

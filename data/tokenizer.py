@@ -123,8 +123,8 @@ class Tokenizer:
             return cls({cls.FILE: content, **configs})
         except Exception as error:  # the library tokenizers raises Exception itself
             raise ValueError(
-                f"not a tokenizer with BOS and EOS ({path}: {error}). "
-                "fix: data.tokenizer=PATH of another, or import its folder with tools.import_hf"
+                f"not a tokenizer with BOS and EOS ({path}: {error}). fix: set data.tokenizer to "
+                "a different file, or import its folder with tools.import_hf"
             ) from None
 
     @classmethod
@@ -158,8 +158,8 @@ class Tokenizer:
             )
         except RuntimeError:
             raise ValueError(
-                f"cannot train a tokenizer on this text ({vocab_size=}). "
-                "fix: more text, or a smaller data.vocab_size (above 300)"
+                f"cannot train a tokenizer on this text ({vocab_size=}). fix: use more text, or a "
+                "smaller data.vocab_size (above 300)"
             ) from None
         return cls({cls.FILE: model.getvalue()})
 
@@ -275,7 +275,7 @@ class Tokenizer:
                 break
             start += 1
         near = slice(max(0, start - 5), start + 15)
-        return f"{text[near]!a} comes back as {decoded[near]!a}"
+        return f"{text[near]!a} decodes to {decoded[near]!a}"
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
         """Count the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
@@ -314,8 +314,8 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"not a token id below {self.vocab_size} ({word}). fix: give numbers such as "
-                    "2; to give text, name a model or a data.tokenizer"
+                    f"not a token id below {self.vocab_size} ({word}). fix: write ids such as 2; "
+                    "for text prompts, train with data.tokenizer=FILE"
                 )
             tokens.append(int(word))
         return tokens

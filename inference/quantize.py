@@ -57,7 +57,7 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
                 compile_matvec(library, compiler)
         torch.ops.load_library(library)
     except OSError as error:
-        say(f"note: cannot use {SOURCE.name} ({error}): torch multiplies matrices instead")
+        say(f"note: cannot use {SOURCE.name} ({error}); using torch for matrix products")
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)

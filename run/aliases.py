@@ -111,9 +111,9 @@ FORMULAS = {
     "steps": "tokens / batch_tokens",
     "eval_tokens": "batches x batch_tokens",
     "warmup": "ratio x steps",
-    "floor": "its rate / the peak rate",
-    "rate": "one unscaled rate for all parameters; optimizer.lr={value} alone is the rate at dim "
-    "128, which is scaled to your run (docs/rates.md)",
+    "floor": "final rate / peak rate",
+    "rate": "one unscaled rate for all parameters; optimizer.lr={value} alone is the rate at "
+    "dim 128 and is scaled to your run (docs/rates.md)",
     "matrix_rate": "the rate at dim 128, which is scaled to your run (docs/rates.md)",
     "multiple": "its rate / optimizer.lr, scaled like optimizer.lr (docs/rates.md)",
     "seeds": "a list of seeds, one run each",
@@ -127,7 +127,7 @@ LEFT_OUT = {
     "chosen automatically for the machine": "backend ddp_backend attn_implementation "
     "use_flash_attention flash_attention num_workers dataloader_num_workers pin_memory fused "
     "local_rank",
-    "the project is always attend": "wandb_project",
+    "the wandb project is always named attend": "wandb_project",
     "python -m tools.evaluate evaluates a run": "eval_only",
     "a new run never overwrites another": "overwrite_output_dir",
     "train.py always trains": "do_train",

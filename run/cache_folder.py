@@ -88,7 +88,7 @@ def temporary_cache() -> Path | None:
         return None
     say(
         f"warning: the cache is in {folder}, which may be deleted: .cache and {user_cache()} are "
-        "not writable, lack file locks, or have a path that torch.compile cannot use. "
-        "fix: XDG_CACHE_HOME=FOLDER"
+        "not writable, lack file locks, or have a path that torch.compile cannot use. fix: set "
+        "XDG_CACHE_HOME=FOLDER"
     )
     return folder

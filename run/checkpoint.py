@@ -48,7 +48,7 @@ UNREADABLE = (
 # Exceptions that a model built from an untrusted config can raise when it runs: its layers may not
 # fit together, or torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
-FIX = "use an older checkpoint, or start a new run in another folder"
+FIX = "use an older checkpoint, or start a new run in a different folder"
 
 
 def prepare_run(run: Path, resume: bool) -> Path | None:
@@ -122,11 +122,11 @@ def newest_checkpoint(run: Path) -> Path | None:
             sealed.verify(checkpoint, FIX)
             return checkpoint
         except IntegrityError as error:
-            say(f"warning: skipped a checkpoint: {without_fix(error)}")
+            say(f"warning: skipping a damaged checkpoint: {without_fix(error)}")
     if checkpoints:
         raise IntegrityError(
-            f"all checkpoints are damaged ({len(checkpoints)} in {run}). "
-            "fix: start a new run in another folder"
+            f"all checkpoints are damaged ({len(checkpoints)} in {run}). fix: start a new run in "
+            "a different folder"
         )
     return None
 
@@ -172,7 +172,7 @@ def unsaved_run(config: Path) -> ValueError:
     run = config.parent
     return ValueError(
         f"the run has no checkpoint yet ({run}: the first is due at step {save_every}, or when it "
-        f"ends). fix: wait for it, or end the run with Ctrl-C, which saves; if it was killed: "
+        "ends). fix: wait, or stop the run with Ctrl-C, which saves one; if the run was killed: "
         f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with the same overrides"
     )
 

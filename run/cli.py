@@ -133,18 +133,18 @@ class Parser(argparse.ArgumentParser):
             is_switch = self._option_string_actions[name].nargs == 0
             if equals and is_switch:
                 fix = name if value.lower() in ON else f"leave {name} out"
-                self.error(f"a switch takes no value ({word})", fix)
+                self.error(f"this option takes no value ({word})", fix)
             return f"{name}{equals}{value}"
         self.check_switch(name, (value or "".join(following)).lower(), problem)
         ours = OTHER_OPTIONS.get(name)
         has_prompt = any(action.dest == "prompt" for action in self._actions)
         if ours == "prompt" and has_prompt:
             text = shlex.quote(value or " ".join(following))
-            self.error(problem, f"give the prompt without an option: {text}")
+            self.error(problem, f"pass the prompt without an option: {text}")
         is_model = "--run" in (name, ours) and "--run" not in known
         if is_model and any(action.dest in ("model", "folder") for action in self._actions):
             text = shlex.quote(value or " ".join(following))
-            self.error(problem, f"give the folder without an option: {text}")
+            self.error(problem, f"pass the folder without an option: {text}")
         if ours not in known:
             ours = errors.suggest(name, known)
             if self.check is not None and is_key(name):
@@ -173,7 +173,7 @@ class Parser(argparse.ArgumentParser):
         if name not in OTHER_SWITCHES or not set(options) <= self._option_string_actions.keys():
             return
         fix = fixes[0] if is_on else fixes[1]
-        self.error(problem, fix or f"leave it out: {self.prog} does this anyway")
+        self.error(problem, fix or f"leave it out: {self.prog} always does this")
 
     def refuse_options(self, words: list[str]) -> NoReturn:
         """Exit with an error for options that are overrides here, such as --attention gqa,mha."""
@@ -270,7 +270,7 @@ def add_run_option(parser: Parser) -> None:
     parser.add_argument(
         "--run",
         type=user_path,
-        help="run or checkpoint (default: the run in runs/ that saved last)",
+        help="run or checkpoint (default: the run in runs/ with the newest checkpoint)",
     )
 
 
@@ -281,7 +281,7 @@ def add_model_options(parser: Parser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),
         default="auto",
-        help="auto: a GPU if there is one",
+        help="auto: a GPU if available",
     )
     parser.add_argument(
         "--dtype",

@@ -50,8 +50,8 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
         return is_long and missing is None
     if wanted and missing is not None:
         raise ValueError(
-            f"torch.compile needs {missing} (compile=true, {device.type}). "
-            "fix: install it, or compile=false"
+            f"torch.compile needs {missing} (compile=true, {device.type}). fix: install it, or "
+            "set compile=false"
         )
     return wanted
 

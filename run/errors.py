@@ -241,7 +241,7 @@ def user_input() -> Iterator[None]:
         source = error.filename
         if source is None:
             is_remote = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
-            source = "the network" if is_remote else "the files of this command"
+            source = "the network" if is_remote else "the input files"
         problem = f"{error.strerror or error} ({source}). fix: check {source}"
         exit_with(INPUT, problem, rank0_only=True)
     except ValueError as error:
@@ -269,8 +269,8 @@ def report_errors() -> Iterator[None]:
             raise SystemExit(0) from None
         if error.errno not in NO_ROOM:
             raise
-        place = error.filename or "standard output, or a file of this command"
-        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free space, or write elsewhere")
+        place = error.filename or "standard output or an output file"
+        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
     finally:
         with suppress(OSError):
             flush(sys.stderr)

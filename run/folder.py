@@ -77,9 +77,9 @@ def check_before_text(settings: Settings) -> None:
         run = Path(os.path.expanduser(settings.run_dir))
         check_run_dir(run, settings.resume)
         if settings.resume and not has_checkpoint(run):
-            say(f"nothing to resume: {run} has no checkpoint. A new run starts there")
+            say(f"nothing to resume: {run} has no checkpoint. Starting a new run there")
     elif settings.resume and not runs_of(settings.name):
-        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. A new run starts")
+        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. Starting a new run")
 
 
 def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, bool]:
@@ -113,12 +113,13 @@ def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
         try:
             if not sealed.acquire(lock):
                 warn_once(
-                    f"the file system of {run} does not support locks: do not start two runs in one folder"
+                    f"the file system of {run} does not support locks: do not start two runs in "
+                    "the same folder"
                 )
         except Timeout:
             raise ValueError(
-                f"another process is training in the folder (run_dir={run}). "
-                "fix: wait, or choose another run_dir"
+                f"another process is training in this folder (run_dir={run}). fix: wait, or "
+                "choose a different run_dir"
             ) from None
         check_run_dir(run, resume)
 
@@ -132,8 +133,8 @@ def report_folder_errors() -> Iterator[None]:
         except OSError as error:
             errors.exit_with(
                 errors.STORAGE,
-                f"cannot write the run folder ({error.filename}: {error.strerror}). "
-                "fix: another run_dir, or free space",
+                f"cannot write to the run folder ({error.filename}: {error.strerror}). fix: "
+                "choose a different run_dir, or free disk space",
             )
 
 
@@ -201,8 +202,8 @@ def find_begun_run(settings: Settings, context: int | None) -> Path | None:
     if len(contexts) > 1:
         names = " ".join(str(run) for run in begun)
         raise ValueError(
-            f"several runs started from init_from={settings.init_from} ({names}). "
-            f"fix: run_dir={begun[0]}"
+            f"several runs were started from init_from={settings.init_from} ({names}). fix: "
+            f"run_dir={begun[0]}"
         )
     return begun[-1] if begun else None
 
@@ -234,15 +235,18 @@ def check_run_dir(run: Path, resume: bool) -> None:
     """
     if resume and not run.exists():
         raise ValueError(
-            f"nothing to resume (run_dir={run} does not exist). "
-            "fix: give the folder of a run, or leave resume out to start one there"
+            f"nothing to resume (run_dir={run} does not exist). fix: set run_dir to an existing "
+            "run, or leave resume out to start a run there"
         )
     names = {path.name for path in run.glob("*")}
     if names and names.isdisjoint({".lock", "checkpoints"}):
-        raise ValueError(f"the folder contains other files (run_dir={run}). fix: another run_dir")
+        raise ValueError(
+            f"the folder contains files but no run (run_dir={run}). fix: choose a different run_dir"
+        )
     if has_checkpoint(run) and not resume:
         raise ValueError(
-            f"the folder contains a run (run_dir={run}). fix: resume=true, or another run_dir"
+            f"the folder already contains a run (run_dir={run}). fix: resume=true, or choose a "
+            "different run_dir"
         )
 
 
@@ -272,7 +276,7 @@ def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
             values = (errors.as_typed(then.get(key)), errors.as_typed(now.get(key)))
-            change = f"{key} (then {values[0]}, now {values[1]})"
+            change = f"{key} (was {values[0]}, now {values[1]})"
             changed.append(change)
             if key.startswith(FIXED_ON_RESUME):
                 refused.append(change)

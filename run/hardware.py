@@ -75,8 +75,8 @@ def pick_device(wanted: str) -> torch.device:
             raise ValueError(missing)
         warn_once(missing)
     raise ValueError(
-        f"torch cannot use this device (device={wanted}). "
-        "fix: see python -m tools.doctor, or device=auto (--device auto)"
+        f"torch cannot use this device (device={wanted}). fix: run python -m tools.doctor, or use "
+        "device=auto (--device auto)"
     )
 
 
@@ -109,8 +109,8 @@ def missing_kernels() -> str | None:
         newer_or_older = "an older" if 10 * major + minor < oldest else "a newer"
         return (
             f"torch has no kernels for this GPU ({torch.cuda.get_device_name(index)}, "
-            f"sm_{major}{minor}; torch {torch.__version__} has {' '.join(architectures)}). "
-            f"fix: a build of torch for {newer_or_older} CUDA, or device=cpu (--device cpu)"
+            f"sm_{major}{minor}; torch {torch.__version__} has {' '.join(architectures)}). fix: "
+            f"install a torch build for {newer_or_older} CUDA, or use device=cpu (--device cpu)"
         )
     return None
 

@@ -23,12 +23,12 @@ from run.errors import shown
 from run.settings import COPIES
 
 TYPE_NAMES = {
-    int: "a whole number",
+    int: "an integer",
     float: "a finite number",
     bool: "true or false",
     str: "a string",
     NoneType: "null",
-    list[int]: "a list of whole numbers",
+    list[int]: "a list of integers",
     list[float]: "a list of numbers",
     list[str]: "a list of strings",
 }
@@ -116,9 +116,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         # Users override the original, not its copy: data.vocab_size instead of model.vocab_size.
         key = COPIES.get(prefix + name, prefix + name)
         if name not in annotations:
-            raise TypeError(
-                f"{target.__name__} takes no such argument ({key}). fix: leave {key} out"
-            )
+            raise TypeError(f"{target.__name__} has no such argument ({key}). fix: leave {key} out")
         if annotations[name] is inspect.Parameter.empty:
             raise TypeError(
                 f"{target.__name__} has no type annotation for {name}. fix: annotate it, for example "

@@ -75,8 +75,8 @@ SHORT = {
 }
 CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
 WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
-PRINTED = "--cfg job prints the whole config, resolved"
-# Hydra options that have no effect here -> the reason, and a command with the same overrides.
+PRINTED = "--cfg job prints the whole resolved config"
+# Hydra options that have no effect here -> the reason, and a command for the same overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("tools.compare trains several runs", "python -m tools.compare"),
@@ -182,7 +182,7 @@ def options_problem(
     if hydra_options and all("=" in word for word in shlex.split(told)):
         option, value = next(iter(hydra_options.items()))
         fix = hydra_call(option, value, [*overrides, *shlex.split(told)]) + semicolon + remark
-    return f"an override is KEY=VALUE, without dashes (got {', '.join(typed)}). fix: {fix}"
+    return f"overrides have the form KEY=VALUE, without dashes (got {', '.join(typed)}). fix: {fix}"
 
 
 def as_overrides(

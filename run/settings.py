@@ -34,9 +34,9 @@ CPU_MICRO_BATCH = 8  # maximum number of sequences; larger micro-batches are not
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule")
 CHOSEN = (*GROUPS, "experiment")  # keys whose value is the name of a preset
 PARTS = {  # groups whose presets become part of the model's config
-    "attention": "the attention variant of the layers",
-    "ffn": "the feed-forward network of the layers",
-    "norm": "the norm before attention and feed-forward, and before the head",
+    "attention": "attention variant of the layers",
+    "ffn": "feed-forward network of the layers",
+    "norm": "norm before attention, feed-forward and the output head",
 }
 
 # Keys that mirror another key: the run sets them, and overrides cannot.
@@ -62,7 +62,7 @@ HYDRA_KEYS = {"hydra.run.dir": "run_dir", "hydra.job.name": "name"}
 
 # Other programs' keys for a settings file.
 CONFIG_KEYS = ("config", "config_file", "config_path", "config_name", "conf", "cfg", "yaml")
-ONE_CONFIG = "a run is configured by overrides such as model=tiny or experiment=NAME, not by a file"
+ONE_CONFIG = "runs are configured with overrides (model=tiny, experiment=NAME), not with a file"
 
 # Values of nanoGPT's init_from, and the fix.
 OTHER_STARTS = {"resume": "resume=true", "scratch": "leave init_from out"}
@@ -86,33 +86,33 @@ class Settings(BaseModel):
     )
 
     model: dict
-    """the network: its sizes and its parts"""
+    """network sizes and components"""
     data: dict
-    """the text or task, and the tokenizer"""
+    """text or task, and tokenizer"""
     optimizer: dict
-    """the optimizer and its learning rates"""
+    """optimizer and learning rates"""
     schedule: dict
-    """the learning rate over the steps"""
+    """learning-rate schedule"""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
-    """name of the run"""
+    """run name"""
     run_dir: Text | None
-    """folder of the run; null: runs/NAME, or the next free runs/NAME-2"""
+    """run folder; null: runs/NAME, or runs/NAME-2 and so on if it is taken"""
     seed: NonNegativeInt
     """seeds initialization, data order and dropout"""
     device: Literal["auto", "cpu", "cuda", "mps"]
-    """device to train on; auto: a GPU if there is one"""
+    """device to train on; auto: a GPU if available"""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    """dtype of matrix products; weights stay in fp32. auto: bf16 if the device computes it fast"""
+    """dtype of matrix products; weights stay in fp32. auto: bf16 if it is fast on the device"""
     compile: Literal["auto", True, False]
-    """use torch.compile; auto: in runs that are long enough to benefit"""
+    """use torch.compile; auto: only in runs long enough to benefit"""
 
     steps: PositiveInt | None
     """number of optimizer steps; null: no limit"""
     tokens_per_parameter: PositiveFloat | None
-    """training tokens per parameter, if steps is null; null: no limit. 20 is compute-optimal (2203.15556)"""
+    """training tokens per parameter, used if steps is null; null: no limit. 20 is compute-optimal (2203.15556)"""
     max_minutes: PositiveFloat | None
-    """time limit in minutes, from the start of the process; null: no limit"""
+    """time limit in minutes from process start; null: no limit"""
     max_epochs: PositiveInt | None
     """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 are nearly as good as new text (2305.16264)"""
     context: int = Field(ge=2)
@@ -120,40 +120,40 @@ class Settings(BaseModel):
     batch_tokens: PositiveInt
     """tokens per optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, on a GPU as its memory allows"""
+    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, limited by memory on a GPU"""
     sharded: bool
     """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool
-    """recompute activations in the backward pass: less memory, a third more time"""
+    """recompute activations in the backward pass: saves memory, takes a third more time"""
     clip: PositiveFloat | None
     """clip the gradient norm to this value; null: no clipping"""
     z_loss: NonNegativeFloat
     """weight of the auxiliary loss log(Z)^2, where Z is the softmax denominator"""
     document_mask: bool
-    """tokens attend within their own document only"""
+    """restrict attention to tokens of the same document"""
 
     eval_every: PositiveInt
     """steps between evaluations on held-out text"""
     eval_tokens: int | None = Field(ge=2)
-    """held-out tokens per evaluation; null: a tenth of the tokens trained since the last one"""
+    """held-out tokens per evaluation; null: a tenth of the training tokens since the last evaluation"""
     save_every: PositiveInt
     """steps between checkpoints"""
     sample_every: PositiveInt
-    """steps between samples of text"""
+    """steps between text samples"""
     log_every: PositiveInt
-    """steps between lines of metrics"""
+    """steps between logged metrics"""
     profile: PositiveInt | None
-    """trace this number of steps, after the first three; null: no trace"""
+    """profile this number of steps after the first three; null: no profile"""
     resume: bool
     """continue from the newest checkpoint of run_dir"""
     init_from: Text | None
-    """start with the weights of this run, checkpoint or imported model"""
+    """initialize weights from this run, checkpoint or imported model"""
     distill: Text | None
-    """teacher: a run, checkpoint or imported model with the same tokenizer"""
+    """distillation teacher: a run, checkpoint or imported model with the same tokenizer"""
     distill_weight: float = Field(ge=0, le=1)
-    """weight of the teacher's predictions; 0 is the text alone, 1 the teacher alone"""
+    """weight of the teacher's predictions in the loss; 0: text only, 1: teacher only"""
     wandb: Literal["disabled", "offline", "online"]
-    """send the metrics to Weights & Biases"""
+    """log metrics to Weights & Biases"""
 
     def check_combinations(self, world_size: int) -> None:
         """Raise ValueError for settings that conflict, given this number of processes."""
@@ -164,8 +164,8 @@ class Settings(BaseModel):
             )
         if self.distill is None and as_typed(self.distill_weight) != defaults()["distill_weight"]:
             raise ValueError(
-                f"there is no teacher (distill_weight={self.distill_weight}, distill=null). "
-                "fix: leave distill_weight out, or distill=runs/NAME"
+                f"distill_weight needs a teacher (distill_weight={self.distill_weight}, "
+                "distill=null). fix: leave distill_weight out, or distill=runs/NAME"
             )
         # If the batch is smaller than one micro-batch per process, the micro-batch shrinks.
         sequence_tokens = self.context * world_size  # if every process has one sequence
@@ -283,7 +283,7 @@ def first_value(override: "Override") -> str:
     if override.is_sweep_override():
         if not override.is_discrete_sweep():  # such as interval(0,1)
             fix = re.sub(r"=.*\((.*)\)$", r"=\1", sweep)
-            raise OverrideError(f"give values, not an interval ({sweep}). fix: {fix}")
+            raise OverrideError(f"list values instead of an interval ({sweep}). fix: {fix}")
         values = next(override.sweep_string_iterator())
     first = values.partition(",")[0]
     if key in CHOSEN:
@@ -338,7 +338,7 @@ def check_text(key: str, value: str) -> None:
     """Raise ValueError for another program's text value, unless it is an existing path."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
-        raise ValueError(f"None is written null here ({key}={value}). fix: {fix}")
+        raise ValueError(f"None must be written as null ({key}={value}). fix: {fix}")
     if key == "init_from" and value in OTHER_STARTS and not run_path(value).exists():
         raise ValueError(f"not a run ({key}={value}). fix: {OTHER_STARTS[value]}")
 
@@ -366,7 +366,9 @@ def parse_overrides(words: list[str]) -> list["Override"]:
     if bare:
         got = " ".join(bare)
         fix = named_fix(bare, words) or HELP
-        raise ValueError(f"an override is KEY=VALUE, without dashes (got {got}). fix: {fix}")
+        raise ValueError(
+            f"overrides have the form KEY=VALUE, without dashes (got {got}). fix: {fix}"
+        )
     GlobalHydra.instance().clear()  # a notebook may have initialized Hydra
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):

@@ -56,11 +56,14 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            problem = "stopped before finishing a step: nothing is lost. fix: run the command again"
+            problem = (
+                "stopped before the first step finished: nothing is lost. fix: run the command "
+                "again"
+            )
             if is_repeated:
                 problem = (
-                    "stopped at once: the steps after the last save are lost. "
-                    "fix: run the command again with resume=true"
+                    "stopped immediately: the steps since the last checkpoint are lost. fix: run "
+                    "the command again with resume=true"
                 )
             errors.exit_with(EXIT_CODES[number], problem)
         # The handler may have interrupted a print, so it must not print.

@@ -36,8 +36,8 @@ if sys.argv[0] == "-m" and "-m" in sys.orig_argv:
         nearest = errors.suggest(name, COMMANDS) or "NAME"
         errors.exit_with(
             errors.INPUT,
-            f"not a command (python -m {name}). "
-            f"fix: python -m tools.{nearest} --help; the commands are {', '.join(COMMANDS)}",
+            f"unknown command (python -m {name}). fix: python -m tools.{nearest} --help; the "
+            f"commands are {', '.join(COMMANDS)}",
         )
     if name.removeprefix("tools.") not in ANSWERS_FIRST:
         import_torch()

@@ -1,10 +1,10 @@
-"""Draw the attention weights of a prompt:
+"""Plot the attention weights of a prompt:
 
     python -m tools.attention_map "def main(" --out map.png
     python -m tools.attention_map "def main(" --run runs/NAME --out map.svg
 
-The picture has a row for each softmax layer and a column for each of its heads. Its title lists
-the other layers, which have no attention weights.
+Rows are softmax layers and columns are their heads. The title lists the layers without softmax,
+which have no attention weights.
 """
 
 from contextlib import ExitStack
@@ -30,22 +30,20 @@ Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
 def main() -> None:
     parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
-    parser.add_argument("prompt", help="text to draw the attention weights of")
+    parser.add_argument("prompt", help="text whose attention weights are plotted")
     parser.add_argument(
-        "--out",
-        type=user_path,
-        required=True,
-        metavar="map.png",
-        help="picture to write, .png or .svg",
+        "--out", type=user_path, required=True, metavar="map.png", help="output image, .png or .svg"
     )
     add_model_options(parser)
     args = parser.parse_args()
-    with errors.user_input(), waiting("drawing a square for each head"):
+    with errors.user_input(), waiting("plotting each head"):
         model, tokenizer, name = load(args.run, args.device, args.dtype)
         (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
         maps = attention_weights(model, sequence.tokens)
         if not maps:
-            raise ValueError("this model has no softmax layer. fix: --run of another model")
+            raise ValueError(
+                "the model has no softmax layers. fix: choose a different model with --run"
+            )
         labels = [label(tokenizer, token) for token in sequence.tokens]
         others = sorted(set(range(len(model.blocks))) - maps.keys())
         title = f"{name}: {args.prompt!r:.60}\nlayers without softmax: {others or 'none'}"
@@ -116,8 +114,8 @@ def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
                 axes.set_xticks(ticks, labels, rotation=90, fontsize=5)
                 axes.set_yticks(ticks, labels, fontsize=5)
     figure.suptitle(title, fontsize=9)
-    figure.supxlabel("key: the token that is attended to", fontsize=9)
-    figure.supylabel("query: the token that attends", fontsize=9)
+    figure.supxlabel("key: attended token", fontsize=9)
+    figure.supylabel("query: attending token", fontsize=9)
     figure.colorbar(image, ax=grid, label="weight", fraction=0.05)
     figure.savefig(path, dpi=120)
 

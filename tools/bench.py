@@ -1,16 +1,16 @@
-"""Compare the speed of training and decoding with `transformers`, on this machine.
+"""Compare training and decoding speed with `transformers` on this machine.
 
     python -m tools.bench train model=15m attention=llama optimizer=adamw
-        an optimizer step, and one of `transformers`' Llama
+        one optimizer step, here and with the Llama model of `transformers`
     python -m tools.bench decode model=15m attention=llama precision=bf16
         greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with weights in this precision
         and in int8, and `generate` of `transformers` with its default cache and compiled
 
-Overrides are those of train.py, except context and batch_tokens of decoding, which are set here.
-Competitors are concurrent processes that take turns, so a slow moment of the machine affects all
-of them. Each prints a JSON line of medians, and the last line has the ratio of speeds, the median
-over the turns. The first turns compile, which may take minutes: compile=false skips that, except
-for the compiled competitor of decoding.
+It takes the overrides of train.py, except context and batch_tokens for decoding, which are fixed.
+The competitors are concurrent processes that take turns, so that a temporary slowdown of the
+machine affects all of them. A JSON line is printed for each with its medians, and the last line has
+the speed ratio, as the median over turns. The first turn of each competitor compiles, which may
+take minutes; compile=false disables compilation, except for the compiled competitor in decoding.
 """
 
 import argparse
@@ -59,7 +59,7 @@ Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
-        "python -m tools.bench", __doc__, "train or decode, and then KEY=VALUE", check=compose
+        "python -m tools.bench", __doc__, "train or decode, then KEY=VALUE overrides", check=compose
     )
     add = parser.add_argument
     add("kind", choices=COMPETITORS, help="what to measure")
@@ -88,7 +88,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
-    advice = f"{kind}: the first turn of each compiles, unless compile=false"
+    advice = f"{kind}: the first turns compile, unless compile=false"
     with waiting(advice, (NUM_TURNS + 1) * len(workers)) as bar:
         for number in range(NUM_TURNS + 1):
             for name, worker in workers.items():
@@ -152,7 +152,7 @@ def request_turn(name: str, worker: Connection) -> dict:
         worker.send(None)
         return worker.recv()
     except (EOFError, OSError):
-        errors.exit_with(errors.BUG, f"{name} failed. fix: see its error above")
+        errors.exit_with(errors.BUG, f"{name} failed. fix: see the error above")
 
 
 def summarize(name: str, turns: list[dict], tokens: int) -> dict:

@@ -1,4 +1,4 @@
-"""Convert a model to another attention, without training:
+"""Convert a model to a different attention variant without training:
 
 python -m tools.convert runs/NAME attention=gqa attention.kv_heads=2 --out FOLDER
 python -m tools.convert runs/NAME attention=mla attention.rank=64 --out FOLDER
@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", type=user_path, help="run or checkpoint")
-    add("overrides", nargs="+", metavar="KEY=VALUE", help="overrides of attention, as for train.py")
+    add("overrides", nargs="+", metavar="KEY=VALUE", help="attention overrides, as for train.py")
     add("--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write")
     return parser.parse_args()
 

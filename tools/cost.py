@@ -1,9 +1,9 @@
-"""Print what every attention would cost in a run, or only attention=A,B:
+"""Print the cost of every attention variant in a run, or only of attention=A,B:
 
     python -m tools.cost model=124m context=4096
     python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
 
-Overrides are those of train.py. Nothing is computed: tensors have shapes but no memory.
+It takes the overrides of train.py. Models are built on PyTorch's meta device: nothing is computed.
 """
 
 import sys
@@ -24,9 +24,9 @@ COLUMNS = (
 )
 FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
-vocabulary: data.vocab_size=N. model=124m is named after GPT-2: 50,257, model.tied=true.
-MFLOP/token: in training. KV bytes: of one sequence in bf16; a decode step of a sparse attention
-reads only the bytes of the keys that it selects.
+model=124m is named after GPT-2, which has a vocabulary of 50,257 (data.vocab_size) and tied
+embeddings (model.tied=true). MFLOP/token is for training. KV bytes are for one sequence in bf16; in
+a decoding step, sparse attention reads only the bytes of the selected keys.
 next: python train.py attention=NAME, with the same overrides"""
 
 

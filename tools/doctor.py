@@ -1,8 +1,8 @@
-"""Describe this machine, and find what slows training on it:
+"""Describe this machine, and report anything that slows training:
 
     python -m tools.doctor
 
-It takes no arguments. Each finding is a line with a fix.
+It takes no arguments. Each finding is one line with a fix.
 """
 
 import os
@@ -56,8 +56,8 @@ def slow(device: torch.device) -> list[str]:
     quota = threads.cpu_quota()
     if quota is not None and quota < num_cores:
         findings.append(
-            f"a quota allows {quota:.1f} of {num_cores} cores. fix: a larger one "
-            "(docker run --cpus=N, resources.limits.cpu)"
+            f"a quota allows {quota:.1f} of {num_cores} cores. fix: raise the quota (docker run "
+            "--cpus=N, resources.limits.cpu)"
         )
     load = threads.lasting_load()
     if load >= threads.FEW_CORES:
@@ -66,8 +66,8 @@ def slow(device: torch.device) -> list[str]:
             num_threads, _ = threads.free_threads(num_threads)
         findings.append(
             f"other programs use {load:.1f} of {num_cores} cores, so train.py would use "
-            f"threads={num_threads}. fix: end them or wait; OMP_NUM_THREADS=1 if they stay, "
-            f"OMP_NUM_THREADS={num_cores} to use all cores"
+            f"threads={num_threads}. fix: stop them or wait; set OMP_NUM_THREADS=1 if they stay, "
+            f"or OMP_NUM_THREADS={num_cores} to use all cores"
         )
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
@@ -76,8 +76,8 @@ def slow(device: torch.device) -> list[str]:
     elif driver is not None and device.type != "cuda":
         findings.append(
             f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "
-            f"{torch.version.cuda}). fix: a newer driver, a torch build for an older CUDA, or "
-            "CUDA_VISIBLE_DEVICES=0"
+            f"{torch.version.cuda}). fix: install a newer driver or a torch build for an older "
+            "CUDA, or set CUDA_VISIBLE_DEVICES=0"
         )
     return findings
 

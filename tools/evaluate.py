@@ -1,7 +1,7 @@
-"""Evaluate a model with metrics that others publish too, and print them as JSON.
+"""Evaluate a model with standard metrics, and print them as JSON.
 
 python -m tools.evaluate --run runs/NAME --text FILE
-    nats per token and bits per byte, of any text
+    nats per token and bits per byte on any text
 python -m tools.evaluate --run runs/NAME --text FILE --context 4096
     in windows longer than the training context
 python -m tools.evaluate --run runs/NAME --slices
@@ -34,14 +34,14 @@ def main(args: argparse.Namespace) -> None:
     with errors.user_input():
         result = evaluate_model(args)
     print(json.dumps(result, default=str))
-    say("next: compare with another model: the same command with another --run")
+    say("next: to compare models, run the same command with a different --run")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.evaluate", __doc__, "--text, --slices or --lengths")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
-        "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv"
+        "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv files"
     )
     kinds.add_argument(
         "--slices",
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
         help="tokens per window (default: the training context)",
     )
     parser.add_argument(
-        "--separator", default="<|endoftext|>", help="line between documents of a .txt"
+        "--separator", default="<|endoftext|>", help="line that separates documents in a .txt file"
     )
     args = parser.parse_args()
 
@@ -116,7 +116,7 @@ def evaluate_text(
             num_documents += 1
             num_bytes += len(text.encode())
     if not rows:
-        raise ValueError("the files have no text. fix: --text PATH of another file")
+        raise ValueError("the files contain no text. fix: choose a different file with --text")
 
     nats = total_nats(model, rows, batch_size, precision=precision)
     num_tokens = sum(len(row.tokens) - row.first for row in rows)

@@ -53,7 +53,7 @@ def new_folder(out: Path) -> Iterator[None]:
         is_empty_folder = out.is_dir() and not any(out.iterdir())
         if out.is_symlink() or (out.exists() and not is_empty_folder):
             raise ValueError(
-                f"not a new or empty folder (--out {out}). fix: --out FOLDER, a new one"
+                f"the output folder is not new or empty (--out {out}). fix: choose a new folder"
             )
         out.mkdir(parents=True, exist_ok=True)
     try:
@@ -72,8 +72,8 @@ def save_checkpoint(
         if not weight.float().isfinite().all():
             errors.exit_with(
                 errors.DIVERGED,
-                f"weights contain NaN or infinity ({source}: {name}). "
-                "fix: get all files of the model again, or use an older checkpoint",
+                f"weights contain NaN or infinity ({source}: {name}). fix: download the model "
+                "again, or use an older checkpoint",
             )
     checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
 
@@ -124,11 +124,11 @@ def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
         model_type == "mistral" and config["sliding_window"] is not None
     )
     if has_window and model_type in DROP_WINDOWS:
-        misreadings.append(f"{DROP_WINDOWS[model_type]} drop its windows")
+        misreadings.append(f"{DROP_WINDOWS[model_type]} ignore its windows")
     if config["hidden_act"] != "silu":
         misreadings.append(f"{READ_SWIGLU} read its feed-forward as SwiGLU")
     if model_type == "qwen3" and "tokenizer.model" in files:
-        misreadings.append("llama.cpp puts a space in front of a prompt without an override")
+        misreadings.append("llama.cpp prepends a space to prompts unless overridden")
     return misreadings
 
 
@@ -175,8 +175,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
-            f"the token ids of this model have no text ({path}). fix: train on text, or on tokens "
-            "with data.tokenizer=FILE"
+            f"this model has no tokenizer for its token ids ({path}). fix: train on text, or on "
+            "tokens with data.tokenizer=FILE"
         )
     vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
     trainer = vocabulary.trainer_spec
@@ -190,8 +190,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     if trainer.model_type != trainer.BPE or not trainer.byte_fallback or is_changing:
         raise ValueError(
             "cannot export this tokenizer: only byte-fallback BPE that leaves the text unchanged "
-            f"can be exported ({path}). "
-            "fix: with tools.import_hf, import a folder that has a tokenizer.json"
+            f"can be exported ({path}). fix: use tools.import_hf on a folder that has a "
+            "tokenizer.json"
         )
     pieces = vocabulary.pieces
     tokenizer_config = stored_config | {

@@ -59,8 +59,9 @@ def import_model(args: argparse.Namespace) -> None:
         is_padded = "tokenizer.json" in tokenizer.files and num_tokens < num_embeddings
         if num_tokens != num_embeddings and not is_padded:
             raise ValueError(
-                f"the tokenizer has another vocabulary ({args.folder} has {num_tokens}, the model "
-                f"{num_embeddings}). fix: use the tokenizer that the model was trained with"
+                f"the tokenizer does not fit the model ({args.folder}: {num_tokens} token ids, "
+                f"{num_embeddings} embeddings). fix: use the tokenizer that the model was trained "
+                "with"
             )
         weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
     save_checkpoint(args.out, weights, tree, tokenizer, args.folder)

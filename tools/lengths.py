@@ -47,8 +47,8 @@ def last_loss(model: Transformer, corpus: Corpus, settings: dict, precision: tor
     longest = LONGEST * settings["context"] + 1
     if len(corpus.validation) < longest:
         raise ValueError(
-            f"only {len(corpus.validation)} held-out tokens (a window has {longest}). "
-            "fix: a larger text; for a task: --slices --context N"
+            f"too few held-out tokens ({len(corpus.validation)}; a window needs {longest}). fix: "
+            "use a larger text; for a task: --slices --context N"
         )
     num_targets = settings["context"] // 2  # per window
     ends = range(longest, len(corpus.validation) + 1, num_targets)

@@ -76,7 +76,7 @@ def total_nats(
     # Rows of a batch have similar lengths. They are padded on the right, which earlier tokens do
     # not attend to.
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
-    with waiting(f"scoring {len(rows)} windows of text", len(rows)) as bar:
+    with waiting(f"scoring {len(rows)} windows", len(rows)) as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             inputs = [torch.tensor(row.tokens[:-1]) for row in batch]

@@ -137,8 +137,9 @@ class TimeBudget:
             say(f"{limit} leaves time for {room} steps: the run ends at step {steps}")
             if room < min(FEW_STEPS, self.bound):
                 say(
-                    f"warning: too few steps to learn from ({room}). fix: a larger max_minutes, "
-                    f"a smaller batch_tokens (now {self.settings.batch_tokens}), or a smaller model"
+                    f"warning: too few steps to learn from ({room}). fix: increase max_minutes, "
+                    f"reduce batch_tokens (now {self.settings.batch_tokens}), or use a smaller "
+                    "model"
                 )
         return is_final
 

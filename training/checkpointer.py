@@ -138,7 +138,7 @@ class Checkpointer:
         for value in tree_leaves([parameters, state.optimizer]):
             if isinstance(value, Tensor) and not value.isfinite().all():
                 step = progress.step
-                end_diverged(f"step {step} made weights or optimizer state infinite", progress)
+                end_diverged(f"step {step} made weights or optimizer state non-finite", progress)
         checkpoint.save(
             self.run_dir,
             progress.step,
@@ -246,17 +246,17 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     is_same_text = then.get("text") == now.get("text")
     if is_same_text and then.get("row_order") != now.get("row_order"):
         raise ValueError(
-            f"{path} is from a version that reads the rows of a text in a different order. "
-            "fix: resume it with that version; to start a new run, resume=false, and "
-            f"init_from={path.parent.parent} for its weights"
+            f"{path} was saved by a version that reads the rows of a text in a different order. "
+            "fix: resume with that version; to start a new run from its weights: resume=false "
+            f"init_from={path.parent.parent}"
         )
     changed, refused = changes_since(then, now)
     if refused:
         run = path.parent.parent
         raise ValueError(
-            f"{path} was saved with another {', '.join(refused)}. fix: {resume_command(run)}, "
-            "which uses the overrides of the run; to start another run: resume=false, and "
-            "init_from= for its weights"
+            f"{path} was saved with a different {', '.join(refused)}. fix: {resume_command(run)}, "
+            "which uses the run's overrides; to start a new run from its weights: resume=false "
+            f"init_from={run}"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

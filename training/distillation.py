@@ -59,8 +59,8 @@ def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
     is_same = tokenizer.sha256 == corpus.tokenizer.sha256
     if not is_same or teacher["vocab_size"] != model["vocab_size"]:
         raise ValueError(
-            f"the teacher has another tokenizer ({named}: {teacher['vocab_size']} tokens, SHA-256 "
-            f"{tokenizer.sha256[:8]}; the model: {model['vocab_size']}, "
-            f"{corpus.tokenizer.sha256[:8]}). fix: a teacher with the same tokenizer"
+            f"the teacher has a different tokenizer ({named}: {teacher['vocab_size']} tokens, "
+            f"SHA-256 {tokenizer.sha256[:8]}; the model: {model['vocab_size']}, "
+            f"{corpus.tokenizer.sha256[:8]}). fix: use a teacher with the same tokenizer"
         )
     return path

@@ -184,7 +184,7 @@ class Logger:
             if losses[-1] > MIN_RISE * lowest:
                 say(
                     f"overfitting: the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} "
-                    "nats per token. fix: more text, or fewer steps"
+                    "nats per token. fix: use more text or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
             say(f"warning: cannot draw loss.png: {error}")

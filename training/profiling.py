@@ -55,7 +55,7 @@ class StepProfiler:
         if not self.has_written:
             say(
                 f"warning: no trace: the run ended within its first {SKIPPED_STEPS} steps, which "
-                f"profile={self.num_steps} skips. fix: more steps"
+                f"profile={self.num_steps} skips. fix: train for more steps"
             )
 
     def write(self, profiler: profile) -> None:
@@ -73,7 +73,7 @@ class StepProfiler:
             times[event.key] = (own, event.count)  # microseconds
         total = sum(own for own, _ in times.values())
         largest = sorted(times.items(), key=lambda item: item[1][0], reverse=True)[:LARGEST]
-        lines = [f"the largest parts of {total / 1e3:,.1f} ms of {self.device.type} time:"]
+        lines = [f"the slowest operations, of {total / 1e3:,.1f} ms of {self.device.type} time:"]
         for name, (own, count) in largest:
             lines.append(f"{own / total:6.1%} {own / 1e3:10,.2f} ms {count:7,} x  {name[:60]}")
         lines.append(f"written: {self.file}. To view it: https://ui.perfetto.dev")

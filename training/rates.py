@@ -101,8 +101,9 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
         else:
             raise ValueError(
                 f"no rule for the learning rate of {name}, of shape {[*p.shape]}: supported are "
-                "matrices (out, in) inside the blocks, vectors, and kernels (channels, 1, width). "
-                "fix: give it such a shape, or a rule in split_parameters of training/rates.py"
+                "matrices (out, in) inside the blocks, vectors, and kernels (channels, 1, "
+                "width). fix: give it such a shape, or add a rule in split_parameters of "
+                "training/rates.py"
             )
         parameters[role].append(p)
     return parameters
@@ -154,7 +155,7 @@ def describe(
     if reference is None:
         return "learning rates: not scaled (optimizer.reference=null)"
     if steps is None:
-        return "learning rates: scaled to the number of steps, once that is estimated"
+        return "learning rates: scaled once the number of steps is estimated"
     factor = reference.run_factor(dim, batch_tokens, steps)
     lines = ["peak learning rates, scaled to this run (docs/rates.md):"]
     for optimizer in optimizers:
@@ -165,8 +166,8 @@ def describe(
             lines.append(f"  {key:<13}{factor * peak:<9.3g}= {formula} x {factor:.3g}")
     tokens = batch_tokens * steps
     lines.append(
-        f"  {factor:.3g} is the factor for dim {dim}, {batch_tokens:,} tokens in a step and "
-        f"{tokens:,.0f} tokens in all, relative to {reference.dim}, {reference.batch_tokens:,} and "
-        f"{reference.tokens:,.0f}"
+        f"  {factor:.3g} is the factor for dim {dim}, {batch_tokens:,} tokens per step and "
+        f"{tokens:,.0f} tokens in total, relative to {reference.dim}, {reference.batch_tokens:,} "
+        f"and {reference.tokens:,.0f}"
     )
     return "\n".join(lines)

@@ -69,7 +69,7 @@ def check_buildable(settings: Settings) -> Settings:
     bounds = (settings.steps, settings.tokens_per_parameter, settings.max_minutes)
     if bounds == (None, None, None) and not has_epochs:
         raise ValueError(
-            "the run has no end (steps=null tokens_per_parameter=null max_minutes=null, and no "
+            "the run would never end (steps=null tokens_per_parameter=null max_minutes=null, and no "
             "epochs to count). fix: max_minutes=5"
         )
     return settings
@@ -89,8 +89,8 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
         raise ValueError(
-            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; for "
-            f"another attention: python -m tools.convert {source} attention=NAME --out Y, then "
+            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; for a "
+            f"different attention: python -m tools.convert {source} attention=NAME --out Y, then "
             "init_from=Y"
         )
 
@@ -120,7 +120,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         if "optimizer.lr" not in keys:
             say(
                 f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training "
-                "from scratch. fix: a lower one, such as optimizer=adamw optimizer.lr=1e-4"
+                "from scratch. fix: use a lower rate, such as optimizer=adamw optimizer.lr=1e-4"
             )
     return settings.model_copy(update=changes), pretrained
 
@@ -146,7 +146,7 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     if corpus.sha256 != config["text"]:
         raise ValueError(
             f"the text has changed since the run was trained on it ({path}: SHA-256 then "
-            f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the text as it was; or "
+            f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the original text; or "
             "python -m tools.evaluate --text FILE, which scores any text"
         )
     return corpus
@@ -196,7 +196,7 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
     unused = source.unused_keys()
     if source.is_endless:
         unused["max_epochs"] = "the rows of a task do not repeat"
-        unused["document_mask"] = "a row of a task is one document"
+        unused["document_mask"] = "each row of a task is one document"
     if settings.steps is not None:
         unused["max_epochs"] = f"steps={settings.steps} sets the length of the run"
         unused["tokens_per_parameter"] = unused["max_epochs"]
@@ -228,7 +228,8 @@ def report_machine_errors() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
             fix = (
-                "a smaller micro_batch, which changes only rounding, or a smaller model or context"
+                "use a smaller micro_batch, which changes only rounding, or a smaller model or "
+                "context"
             )
         if problem is None:
             raise
@@ -361,7 +362,7 @@ def build_run(
     else:
         if pretrained is not None:
             checkpoint.load_weights(trainer.model, pretrained)
-            say(f"starting with the weights of {pretrained}")
+            say(f"starting from the weights of {pretrained}")
         log.open({})
     return Run(
         settings=settings,

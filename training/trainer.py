@@ -90,8 +90,8 @@ class Trainer:
         warmup = settings.schedule.get("warmup", 0)
         if steps is not None and limit_warmup(warmup, steps) < warmup:
             text += (
-                f"\nthe warm-up takes a fifth of the run, {limit_warmup(warmup, steps)} steps "
-                f"instead of schedule.warmup={warmup}"
+                f"\nthe warm-up is limited to a fifth of the run, {limit_warmup(warmup, steps)} "
+                f"steps instead of schedule.warmup={warmup}"
             )
         return text
 
@@ -109,7 +109,7 @@ class Trainer:
             start = monotonic()
             wait = nullcontext()
             if self.may_be_slow:
-                message = f"step {progress.step + 1} is slow (shorter steps: lower batch_tokens)"
+                message = f"step {progress.step + 1} is slow (to shorten steps, lower batch_tokens)"
                 wait = waiting(message, patience_factor=SLOW_STEP)
             with wait:
                 loss_sums = self.compute_gradients(progress.step, micro_batch_size)
@@ -187,7 +187,9 @@ class Trainer:
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
-        with waiting("compiling the training step into .cache/ (to start at once: compile=false)"):
+        with waiting(
+            "compiling the training step into .cache/ (to skip compilation: compile=false)"
+        ):
             loss_sums = compilation.compile_and_run(
                 compute,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,

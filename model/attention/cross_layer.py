@@ -86,8 +86,8 @@ def take(carry: CrossLayer, name: str, layer: int) -> Any:
     """Return the entry that an earlier layer put into `carry`. Raises ValueError if none did."""
     if name not in carry:
         raise ValueError(
-            f"no earlier layer has the entry that this layer reuses ({name=} {layer=}). "
-            "fix: attention=gqa"
+            f"no earlier layer provides the entry that this layer reuses ({name=} {layer=}). fix: "
+            "attention=gqa"
         )
     return carry[name]
 
@@ -96,7 +96,7 @@ def check_reused(x: Tensor, expected: Shape, layer: int) -> None:
     """Raise ValueError unless an earlier layer's keys or values (B, S, K, E) match (K, E)."""
     if x.shape[2:] != expected:
         raise ValueError(
-            f"layers that share keys or values must have the same heads ({layer=} reuses "
-            f"{tuple(x.shape[2:])}, its own are {expected}). fix: the same attention.kv_heads and "
-            "attention.head_dim in these layers"
+            "layers that share keys or values must have the same number and size of heads "
+            f"({layer=} reuses {tuple(x.shape[2:])}, its own are {expected}). fix: use the same "
+            "attention.kv_heads and attention.head_dim in these layers"
         )

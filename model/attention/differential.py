@@ -26,8 +26,8 @@ class DifferentialAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         if self.kv_heads % 2:
             raise ValueError(
-                "heads come in pairs: kv_heads must be even "
-                f"(heads={spec.heads} kv_heads={self.kv_heads}). fix: attention.kv_heads=2"
+                f"kv_heads must be even, because heads come in pairs (heads={spec.heads} "
+                f"kv_heads={self.kv_heads}). fix: attention.kv_heads=2"
             )
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim

@@ -15,7 +15,7 @@ def hybrid(
     kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(
-            f"attention.pattern has an unknown kind ({kind!r} of {sorted(kinds)}). "
-            f"fix: attention.pattern=[{','.join(kinds)}]"
+            f"attention.pattern has an unknown kind ({kind!r}, not one of {sorted(kinds)}). fix: "
+            f"attention.pattern=[{','.join(kinds)}]"
         )
     return kinds[kind](spec)

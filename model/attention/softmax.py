@@ -72,8 +72,8 @@ class SoftmaxAttention(Attention):
             if head_dim % 2:
                 fix = f"attention.head_dim={head_dim + 1}"
             raise ValueError(
-                f"RoPE needs an even number of features per head ({dim=} {head_dim=} x "
-                f"{rope_fraction=} is {head_dim * rope_fraction:g}). fix: {fix}"
+                f"RoPE needs an even number of rotated features per head ({dim=}; {head_dim=} "
+                f"times {rope_fraction=} is {head_dim * rope_fraction:g}). fix: {fix}"
             )
 
         self.heads = heads

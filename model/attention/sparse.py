@@ -29,9 +29,9 @@ class SparseAttention(SoftmaxAttention):
         self.topk = topk
         if self.window is not None or self.chunk is not None:
             raise ValueError(
-                f"sparse attention selects keys from all tokens (window={self.window} "
-                f"chunk={self.chunk}). "
-                "fix: attention.window=null attention.chunk=null"
+                "sparse attention cannot be combined with a window or chunks "
+                f"(window={self.window} chunk={self.chunk}). fix: attention.window=null "
+                "attention.chunk=null"
             )
 
     @property

@@ -222,7 +222,7 @@ def test_folder_search_follows_links_and_skips_hidden_files(tmp_path):
 @pytest.mark.parametrize("path", [None, "", [], [""], "absent", "~no-such-user/x", ["absent"]])
 def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no files .*\. fix: "):
+    with pytest.raises(ValueError, match=r"no matching files .*\. fix: "):
         find_files(path, TEXT_SUFFIXES)
     # A missing entry in a list is also an error.
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
@@ -233,9 +233,7 @@ def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
 
 def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one\n---\ntwo", encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"white space around a line .* fix: data\.separator='---'"
-    ):
+    with pytest.raises(ValueError, match=r"whitespace around lines .* fix: data\.separator='---'"):
         source(tmp_path / "a.txt", separator="---\n")
 
 
@@ -249,7 +247,10 @@ def test_unread_files_in_a_folder_are_reported(tmp_path, capsys):
     for name in ("a.txt", "test.txt", "val.txt"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     said = source(tmp_path).note()
-    assert said == "files: 1 to train on, 1 held out; not read: 2 .md, 1 .pdf, 1 in test files"
+    assert (
+        said
+        == "files: 1 for training, 1 held out; not read: 2 .md, 1 .pdf, 1 with test in the name"
+    )
     assert source(tmp_path / "a.txt").note() is None
 
 
@@ -261,7 +262,7 @@ def test_the_globs_suggested_by_an_error_match_all_files(tmp_path):
     (tmp_path / "more.py").write_text("code = 30", encoding="utf-8")
     with pytest.raises(ValueError, match=r"31 \.py, 30 \.md") as refused:
         find_files(str(tmp_path), TEXT_SUFFIXES)
-    fix = str(refused.value).partition("any text: ")[2]
+    fix = str(refused.value).partition("any suffix: ")[2]
     (value,) = shlex.split(fix)
     globs = json.loads(value.removeprefix("data.path="))
     assert globs == [f"{tmp_path}/**/*.py", f"{tmp_path}/**/*.md"]

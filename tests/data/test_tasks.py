@@ -196,7 +196,7 @@ def test_the_batch_size_does_not_change_the_evaluated_rows():
         (["context=32"], "answers [16] do not fit (context=32, data.vocab_size=8192)"),
         (["context=256", "data.vocab_size=32"], "do not fit (context=256, data.vocab_size=32)"),
         (["data=track", "data.elements=6"], "do not fit (context=256, data.vocab_size=121)"),
-        (["context=256", "max_minutes=null"], "the run has no end"),
+        (["context=256", "max_minutes=null"], "the run would never end"),
     ],
 )
 def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem):

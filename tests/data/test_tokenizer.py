@@ -130,7 +130,7 @@ def test_documents_that_do_not_round_trip_are_reported(tmp_path, story, capfd):
     prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert f"the tokenizer does not reproduce {len(held_out)} of the held-out documents" in line
-    assert r"' red \ufb01sh  . Ann saw ' comes back as ' red fish . Ann saw '" in line
+    assert r"' red \ufb01sh  . Ann saw ' decodes to ' red fish . Ann saw '" in line
     # Tokenizers trained here reproduce every document.
     prepare(source(story), tmp_path / "cache")
     assert "warning" not in capfd.readouterr().err

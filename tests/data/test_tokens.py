@@ -106,7 +106,7 @@ def test_a_run_on_token_ids_needs_no_tokenizer(command):
     assert (result.code, result.out) == (2, "") and "(five). fix: " in result.err
     fill(Path("corpus"), "llama-3", seed=2)
     result = command("train.py", *words, "steps=8", "resume=true")
-    assert result.code == 2 and "was saved with another text" in result.err
+    assert result.code == 2 and "was saved with a different text" in result.err
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(70_001, None), (100, "uint32")])
@@ -136,7 +136,7 @@ BAD = {
     "only a header": (lambda: raw("a.bin", struct.pack("<2i", 20240520, 1)), "a.bin: "),
     "an id outside the vocabulary": (
         lambda: save(Path("a.bin"), [*ONES, 100]),
-        "a.bin has 100, of 100",
+        "a.bin contains 100 when read as uint16, data.vocab_size=100",
     ),
     "a held-out id outside the vocabulary": (
         lambda: [save(Path(n), [*ONES, i]) for n, i in (("a.bin", 9), ("val.bin", 100))],
@@ -146,11 +146,11 @@ BAD = {
     "uint32": (lambda: raw("a.bin", np.array(ONES, "<u4").tobytes()), "fix: data.dtype=uint32"),
     "big-endian": (
         lambda: raw("a.bin", np.array(ONES, ">u4").tobytes()),
-        "have another dtype (a.bin)",
+        "have a different dtype (a.bin)",
     ),
     "only held out": (
         lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
-        "no files to train on",
+        "no training files",
     ),
     "too few tokens": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
 }
@@ -168,8 +168,8 @@ def test_unusable_token_files_are_refused_and_leave_no_files(command, case):
 
 
 KEYS = {
-    "data.validation_tokens=0": "fix: 2 or more",
-    "data.validation_tokens=1": "fix: 2 or more",
+    "data.validation_tokens=0": "fix: set it to 2 or more",
+    "data.validation_tokens=1": "fix: set it to 2 or more",
     f"data.bos={VOCABULARY}": f"fix: data.bos={VOCABULARY - 1}",
     "data.path=story.txt": "not a .bin file of token ids (story.txt)",
     "data.dtype=uint32": "read as uint32",

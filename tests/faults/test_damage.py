@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
     flip(newest / "state.pt", random.Random(0))
     raw = (newest / "state.pt").read_bytes()
     assert forked(job) == 0
-    assert "skipped a checkpoint: damaged file" in capfd.readouterr().err
+    assert "skipping a damaged checkpoint: damaged file" in capfd.readouterr().err
     (aside,) = (job.root / "run" / "checkpoints").glob("damaged-*")
     assert (aside / "state.pt").read_bytes() == raw and job.curve() == whole.curve()
 

@@ -16,7 +16,7 @@ from tests.faults.harness import finish, start
 NO_SYNC = (
     "warning: folders cannot be synced here (Invalid argument): a power cut may lose the newest"
 )
-NO_LOCK = "does not support locks: do not start two runs in one folder"
+NO_LOCK = "does not support locks: do not start two runs in the same folder"
 
 
 @pytest.fixture(scope="module")

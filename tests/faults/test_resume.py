@@ -267,7 +267,7 @@ THEN = {
 def test_resume_reports_allowed_changes_and_refuses_others(key):
     now = THEN | {key: (FIXED | FREE)[key]}
     if key in FIXED:
-        with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(then .*, now .*\)\. fix: "):
+        with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(was .*, now .*\)\. fix: "):
             checkpointer.check_resumed(THEN, now, Path("step-00000001"))
     else:
         assert f"changed since step-00000001: {key}" in checkpointer.check_resumed(
@@ -277,7 +277,7 @@ def test_resume_reports_allowed_changes_and_refuses_others(key):
 
 def test_resume_refuses_a_run_with_a_different_row_order():
     now = THEN | {"row_order": 2}  # a run of the first version has no such key
-    with pytest.raises(ValueError, match="00001 is from a version that reads the rows"):
+    with pytest.raises(ValueError, match="00001 was saved by a version that reads the rows"):
         checkpointer.check_resumed(THEN, now, Path("run/checkpoints/step-00000001"))
 
 

@@ -67,7 +67,9 @@ def test_a_signal_saves_and_ends_a_run(job, whole, number, place, capfd):
 def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole, number, capfd):
     job.fresh()
     assert forked(job, sending(number, (trainer.Trainer, "accumulate"), 1)) == CODES[number]
-    assert "stopped before finishing a step" in capfd.readouterr().err and job.checkpoints == []
+    assert (
+        "stopped before the first step finished" in capfd.readouterr().err and job.checkpoints == []
+    )
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
@@ -132,7 +134,7 @@ def test_a_signal_interrupts_data_preparation(tmp_path, story, monkeypatch, plac
     os.read(began, 1)
     os.kill(pid, number)
     assert finish(pid) == CODES[number]
-    assert capfd.readouterr().err.count("stopped before finishing a step") == 1
+    assert capfd.readouterr().err.count("stopped before the first step finished") == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 

@@ -68,7 +68,7 @@ def test_only_one_run_can_use_a_folder(job, capfd):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert forked(job) == 2
         told = capfd.readouterr().err
-        assert f"another process is training in the folder (run_dir={job.root}/run). fix: " in told
+        assert f"another process is training in this folder (run_dir={job.root}/run). fix: " in told
     assert before == {
         path: path.read_bytes() for path in (job.root / "run").rglob("*") if path.is_file()
     }
@@ -118,7 +118,7 @@ def test_an_unwritable_run_folder_is_reported_as_a_storage_error(command, story)
         "run_dir=file/run",
     )
     result = command("train.py", *TINY, *words)
-    assert result.code == 74 and "fix: another run_dir" in result.err.splitlines()[-1]
+    assert result.code == 74 and "fix: choose a different run_dir" in result.err.splitlines()[-1]
 
 
 def test_a_run_folder_with_unrelated_files_is_refused(command, story):
@@ -127,7 +127,7 @@ def test_a_run_folder_with_unrelated_files_is_refused(command, story):
     words = ("steps=2", "data=text", f"data.path={story}", "data.vocab_size=400", "run_dir=mine")
     for more in ((), ("resume=true",)):
         result = command("train.py", *TINY, *words, *more)
-        assert result.code == 2 and "contains other files" in result.err
+        assert result.code == 2 and "contains files but no run" in result.err
     assert [path.read_text(encoding="utf-8") for path in Path("mine").iterdir()] == ["my: config"]
 
 

@@ -214,7 +214,7 @@ def test_a_run_folder_stays_locked_until_the_run_ends(tmp_path, monkeypatch, cap
             pass
         assert ended.value.code == 2
         assert (
-            "another process is training in the folder (run_dir=a). fix: "
+            "another process is training in this folder (run_dir=a). fix: "
             in capsys.readouterr().err
         )
     # An error also releases the lock.

@@ -26,7 +26,7 @@ def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, us
     for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
         monkeypatch.setattr(backend, "is_available", lambda kind=kind: kind in usable)
     if picked is None:
-        with pytest.raises(ValueError, match="fix: see python -m"):
+        with pytest.raises(ValueError, match="fix: run python -m"):
             hardware.pick_device(wanted)
     else:
         assert hardware.pick_device(wanted) == torch.device(picked)
@@ -84,7 +84,7 @@ def test_a_gpu_without_kernels_is_skipped_with_a_warning_and_refused_if_requeste
     assert line.startswith(
         "warning: torch has no kernels for this GPU (Tesla V100-SXM2-16GB, sm_70"
     )
-    assert "fix: a build of torch for an older CUDA, or device=cpu" in line
+    assert "fix: install a torch build for an older CUDA, or use device=cpu" in line
     with pytest.raises(ValueError, match=r"no kernels .*sm_70"):
         hardware.pick_device("cuda")
     assert hardware.pick_device("cpu") == torch.device("cpu")

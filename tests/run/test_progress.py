@@ -61,4 +61,4 @@ def test_a_slow_step_is_announced_after_five_times_the_usual_delay(run_of, capsy
     run.trainer.compute_gradients = compute_slowly
     drawn(capsys)
     take_step(run)
-    assert "step 1 is slow (shorter steps: lower batch_tokens)" in drawn(capsys)
+    assert "step 1 is slow (to shorten steps, lower batch_tokens)" in drawn(capsys)

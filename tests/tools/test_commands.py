@@ -56,7 +56,7 @@ def test_running_a_module_that_is_not_a_command_is_an_error(monkeypatch, capfd, 
         exec(package, {})
     (line,) = capfd.readouterr().err.splitlines()
     assert end.value.code == 2
-    assert line.startswith(f"error: not a command (python -m {name}). fix: ")
+    assert line.startswith(f"error: unknown command (python -m {name}). fix: ")
     assert all(command in line for command in tools.COMMANDS)
     assert ("fix: python -m tools.cost --help" in line) == (name == "tools.kost")
 
@@ -80,9 +80,9 @@ MISPLACED = {
     "attention_map Ann": "--out map.png",
     "import_hf there": "--out FOLDER",
     "import_hf there mine": "--out mine",
-    "import_hf --run there --out mine": "give the folder without an option: there",
+    "import_hf --run there --out mine": "pass the folder without an option: there",
     "import_hf runs/drawn --out mine": "python generate.py PROMPT --run runs/drawn",
-    "convert --run runs/drawn attention=mqa --out mine": "give the folder without an option: runs/drawn",
+    "convert --run runs/drawn attention=mqa --out mine": "pass the folder without an option: runs/drawn",
     "convert runs/drawn --attention mqa --out mine": "attention=mqa",
     "convert runs/drawn mqa --out mine": "attention=mqa",
     "convert runs/drawn attention=mqa": "--out FOLDER",
@@ -113,4 +113,4 @@ def test_the_suggested_fix_for_a_misplaced_run_works(command, drawn_run, call):
 def test_the_package_rejects_modules_that_are_not_commands():
     words = [sys.executable, "-m", "tools.latency"]
     result = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, encoding="utf-8")
-    assert result.returncode == 2 and result.stderr.startswith("error: not a command")
+    assert result.returncode == 2 and result.stderr.startswith("error: unknown command")

@@ -88,7 +88,7 @@ PRESETS = {
     "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
     "gated": ["an output gate of 1/2, with o_proj doubled (exact): layers [0, 1, 2, 3]"],
     "gdn": [
-        "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
+        "a recurrence with these projections; everything else is new (approximate): layers [0, 1, 2]",
         "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "gpt_oss": [
@@ -101,12 +101,12 @@ PRESETS = {
     ],
     "local_global": ["window None -> 128 (approximate): layers [0, 1, 2]"],
     "mamba2": [
-        "a recurrence with these projections; all else is new (approximate): layers [0, 1, 2]",
+        "a recurrence with these projections; everything else is new (approximate): layers [0, 1, 2]",
         "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "mha": ["key-value heads 2 -> 4, repeated (exact): layers [0, 1, 2, 3]"],
     "mla": [
-        "a latent of rank 32; 8 of 16 features of a key keep their rotation (approximate): "
+        "a latent of rank 32; 8 of 16 features per key keep their rotation (approximate): "
         "layers [0, 1, 2, 3]"
     ],
     "mqa": ["key-value heads 2 -> 1, averaged (approximate): layers [0, 1, 2, 3]"],
@@ -117,7 +117,7 @@ PRESETS = {
     ],
     "sink": ["a sink of -20 (exact): layers [0, 1, 2, 3]"],
     "sliding_window": ["window None -> 128 (approximate): layers [0, 1, 2, 3]"],
-    "value_residual": ["a share of 0 of the first layer's values (exact): layers [1, 2, 3]"],
+    "value_residual": ["a weight of 0 for the first layer's values (exact): layers [1, 2, 3]"],
     "window_nope": [
         "window None -> 128 (approximate): layers [0, 1, 2]",
         "no positions (approximate): layers [3]",
@@ -310,7 +310,7 @@ REFUSED = [
         "attention.kinds.full.softcap=null",
     ),
     ("gqa", "attention=softcap", "attention.softcap=null"),
-    ("gqa", "attention=llama", "override values that the model lacks"),
+    ("gqa", "attention=llama", "choose values that differ from the model's"),
     ("gqa", "attention.rank=8", "attention=PRESET"),
     ("gqa", "attention=mla attention.rank=100000", "attention.rank=160"),
     ("gqa", "attention._target_=model.layers.Linear", "leave attention."),
@@ -392,7 +392,7 @@ def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
     command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
     command("tools/export_hf.py", "--run", "new", "--out", "hf").succeeded()
     again = command("tools/convert.py", "run", *words, "--out", "new")
-    assert again.code == 2 and "not a new or empty folder" in again.err
+    assert again.code == 2 and "not new or empty" in again.err
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ def test_a_distillation_run_resumes_and_does_not_save_its_teacher(heal, command,
 
     text = ("data=text", f"data.path={story}", "data.vocab_size=300")
     refused = command("train.py", *TINY, *text, "distill=old", "steps=4")
-    assert refused.code == 2 and "the teacher has another tokenizer" in refused.err, refused.err
+    assert refused.code == 2 and "the teacher has a different tokenizer" in refused.err, refused.err
     told = re.search(r"SHA-256 (\w+); the model: 300, (\w+)\)", refused.err)
     assert told[1] != told[2]  # the hashes differ even if sizes are equal
     refused, _ = heal("other", "distill=nowhere")

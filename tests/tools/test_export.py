@@ -45,8 +45,8 @@ NONE = {
     "fox": "attention.forgetting.ForgettingAttention",
     "gqa attention.rope_fraction=0.5": "attention.rope_fraction=0.5",
     "gdn attention.kinds.full.gated=false": "attention.gated=False",
-    "local_global attention.kinds.full.rope_base=1000000.0": "layers of different rope_base",
-    "gdn attention.pattern=[recurrent]": "no layer of softmax attention",
+    "local_global attention.kinds.full.rope_base=1000000.0": "layers with different rope_base",
+    "gdn attention.pattern=[recurrent]": "no softmax attention layer",
     "kda model.tied=true": "tied=True",
     "kda attention.kinds.recurrent.low_rank=false": "attention.low_rank=False",
     "mamba2": "attention.erase=False",
@@ -167,7 +167,7 @@ def test_warnings_name_the_programs_that_measurably_misread_an_export(preset):
         assert not named
     # If tokenizer.model is the only file, llama.cpp reads it differently.
     named = " ".join(describe_misreadings(config, ["tokenizer.model"]))
-    assert ("llama.cpp puts a space" in named) == (config["model_type"] == "qwen3")
+    assert ("llama.cpp prepends a space" in named) == (config["model_type"] == "qwen3")
 
 
 def test_an_export_warns_about_programs_that_misread_it(command, tokenizer):

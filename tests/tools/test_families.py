@@ -274,8 +274,8 @@ def test_a_chat_template_whose_name_is_a_path_is_refused(published, tmp_path):
 
 
 NOTES = {
-    "Qwen3-0.6B": ["'e\\u0301' comes back as '\\xe9'"],  # NFC
-    "Mistral-7B-v0.3": ["' a' comes back as 'a'", "'a\\u2581b' comes back as 'a b'"],
+    "Qwen3-0.6B": ["'e\\u0301' decodes to '\\xe9'"],  # NFC
+    "Mistral-7B-v0.3": ["' a' decodes to 'a'", "'a\\u2581b' decodes to 'a b'"],
     "SmolLM2-135M": [],
 }
 
@@ -319,13 +319,13 @@ DAMAGES = {
     ),
     "a list": (
         lambda folder: (folder / "generation_config.json").write_text("[1]", encoding="utf-8"),
-        "missing or have other types",
+        "missing or have wrong types",
     ),
     "nested": (
         lambda folder: (folder / "tokenizer_config.json").write_text(
             100_000 * "[", encoding="utf-8"
         ),
-        "missing or have other types",
+        "missing or have wrong types",
     ),
     "no unknown": (
         lambda folder: spoiled(
@@ -356,7 +356,7 @@ DAMAGES = {
                 * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}],
             },
         ),
-        "replacements may multiply a text",
+        "replacements may enlarge a text",
     ),
     "outside": (
         lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),
@@ -364,7 +364,7 @@ DAMAGES = {
     ),
     "more tokens than rows": (
         lambda folder: spoiled(folder, "config.json", vocab_size=200),
-        "the tokenizer has another vocabulary",
+        "the tokenizer does not fit the model",
     ),
 }
 

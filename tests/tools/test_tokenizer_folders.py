@@ -158,7 +158,7 @@ REFUSED = {
     "SentencePiece of Qwen2": (
         "plain",
         read_as("qwen2", **LLAMA | FAST),
-        "the tokenizer.json of the model",
+        "add the model's tokenizer.json",
     ),
     "SentencePiece of Qwen3, no class": (
         "space",

@@ -159,7 +159,7 @@ def test_reports_and_summaries_show_the_learning_rates(run_of, capsys):
     assert "x 128 / 64 inputs" in text and "3,072 tokens in all" in text
     # The down-projection has twice as many inputs.
     assert f"  lr           {expected['lr'] / 2:<9.3g}=" in text
-    assert "once that is estimated" in run.trainer.describe_rates(None)
+    assert "once the number of steps is estimated" in run.trainer.describe_rates(None)
 
 
 def test_the_rate_of_a_tied_embedding_is_between_the_embedding_and_head_rates(run_of):

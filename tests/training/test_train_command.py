@@ -87,7 +87,7 @@ def test_a_run_is_resumed_with_its_saved_overrides(command, trained):
         "train.py", f"run_dir={trained}", "resume=true", "steps=6", "schedule=cosine"
     ).succeeded()
     assert "changed since step-00000004: schedule._target_" in resumed.err
-    assert "steps (then 4, now 6)" in resumed.err
+    assert "steps (was 4, now 6)" in resumed.err
     assert f"generate.py --run {trained}" in resumed.err
     # The second resume repeats the overrides of the first one.
     again = command("train.py", f"run_dir={trained}", "resume=true").succeeded()
@@ -185,10 +185,10 @@ def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
 @pytest.mark.parametrize(
     "words, code, said",
     [
-        ("", 2, "fix: resume=true, or another run_dir"),
-        ("resume=true model.depth=3", 2, "model.depth (then 2, now 3)"),
-        ("resume=true optimizer=adamw", 2, "optimizer._target_ (then training.optimizers.muon"),
-        ("run_dir=story.txt/x", 74, "fix: another run_dir"),
+        ("", 2, "fix: resume=true, or choose a different run_dir"),
+        ("resume=true model.depth=3", 2, "model.depth (was 2, now 3)"),
+        ("resume=true optimizer=adamw", 2, "optimizer._target_ (was training.optimizers.muon"),
+        ("run_dir=story.txt/x", 74, "fix: choose a different run_dir"),
     ],
 )
 def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, code, said):
@@ -213,8 +213,8 @@ def test_resume_without_a_checkpoint_starts_a_run_with_a_note(command, story, wo
         (("resume=true",), "nothing to resume: no runs/text-tiny-gqa has a checkpoint"),
         (("resume=true", "run_dir=begun"), "nothing to resume: begun has no"),
         (("resume=true", "run_dir=runs/mispelt"), "runs/mispelt does not exist"),
-        (("run_dir=R",), "the folder contains a run (run_dir=R)"),
-        (("run_dir=others",), "the folder contains other files (run_dir=others)"),
+        (("run_dir=R",), "the folder already contains a run (run_dir=R)"),
+        (("run_dir=others",), "the folder contains files but no run (run_dir=others)"),
     ],
 )
 def test_the_run_folder_is_checked_before_the_text_is_prepared(
@@ -240,7 +240,7 @@ def test_resume_refuses_a_missing_folder(tmp_path, story, monkeypatch, processes
     codes, told = ranks([sys.executable, ROOT / "train.py", *words], processes, tmp_path)
     assert [line for line in told.splitlines() if line.startswith("error: ")] == [
         "error: nothing to resume (run_dir=runs/mispelt does not exist). "
-        "fix: give the folder of a run, or leave resume out to start one there"
+        "fix: set run_dir to an existing run, or leave resume out to start a run there"
     ]
     assert codes == [2] * processes
     assert not Path("runs").exists()
@@ -462,7 +462,8 @@ def test_infinite_weights_in_one_process_end_all_processes(tmp_path, story):
     how = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8", "timeout": LONG}
     done = subprocess.run([*start, *words], **how)
     assert (
-        "error: training diverged (step 1 made weights or optimizer state infinite)" in done.stderr
+        "error: training diverged (step 1 made weights or optimizer state non-finite)"
+        in done.stderr
     )
     assert done.stderr.count("exitcode  : 4") == 2
     assert not [*tmp_path.glob("runs/*/checkpoints/step-*")]

@@ -1,16 +1,16 @@
-"""Which attention should I use? Train them side by side, and read the report.
+"""Train attention variants side by side, and report which one is best.
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
     python -m tools.compare attention=gqa,gdn data=recall steps=900 max_minutes=null
     python -m tools.compare attention=gqa,mla seed=0,1,2,3,4,5,6,7 model=small --tune
     python -m tools.compare --report runs/NAME-*
 
-Overrides are those of train.py. KEY=A,B trains with each value; the first value is the baseline.
-Each combination is a separate process; with several GPUs, each trains one. The first run of each
-model size trains for max_minutes (default 5), and the others train on the same number of tokens.
-With --tune, the best learning rate of each variant is searched first.
-The same command again skips finished runs, resumes interrupted ones, and shares the work with a
-command that is still running. At the end it writes a report; --report writes one for any runs.
+It takes the overrides of train.py. KEY=A,B trains with each value; the first value is the baseline.
+Each combination runs in a separate process; with several GPUs, each GPU trains one run at a time.
+The first run of each model size trains for max_minutes (default 5), and all others of this size
+train on the same number of tokens. --tune first searches for each variant's best learning rate.
+Running the same command again skips finished runs, resumes interrupted ones, and shares the work
+with a command that is still running. A report is written at the end, or by --report for any runs.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
     if has_search:
         searched = len(FACTORS) * len(variants)
         count += searched
-        text += f", after at least {searched} that search for learning rates"
+        text += f", after at least {searched} runs of the learning-rate search"
     settings = compose(variants[0].overrides)
     if settings.steps is None and settings.max_minutes is not None:
         text += f"; about {count * settings.max_minutes / 60:.1f} hours on one device"
@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
         "--match",
         choices=("params", "flops", "none"),
         default="params",
-        help="adjust model.hidden so that all variants have equal parameters or FLOPs",
+        help="adjust model.hidden so that all variants have equal parameter or FLOP counts",
     )
     add(
         "--tune",
@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--dir",
         type=user_path,
-        help="folder of the runs and the report (default: runs/compare-..., runs/report)",
+        help="output folder for the runs and the report (default: runs/compare-..., runs/report)",
     )
     add(
         "--report",
@@ -162,14 +162,14 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--quick",
         action="store_true",
-        help="do not measure longer contexts and decoding speed for the report",
+        help="skip measuring longer contexts and decoding speed for the report",
     )
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]
     if folders and is_run(folders[0]):
         parser.error(f"a run is not an override ({folders[0]})", shlex.join(["--report", *folders]))
     if bool(args.overrides) == bool(args.report):
-        parser.error("give either overrides to train with, or --report RUN...")
+        parser.error("pass either overrides to train with, or --report RUN...")
     return args
 
 

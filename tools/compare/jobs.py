@@ -112,8 +112,8 @@ class Job:
         if run is None or run.has_diverged:
             if is_timed:
                 self.end(
-                    "the baseline, which sets the number of steps, did not finish. "
-                    "fix: steps=N max_minutes=null tokens_per_parameter=null, or other rates"
+                    "the baseline, which sets the number of steps, did not finish. fix: steps=N "
+                    "max_minutes=null tokens_per_parameter=null, or different learning rates"
                 )
             return
         self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
@@ -138,7 +138,10 @@ class Job:
         changed = sorted(word for word in different if "run_dir=" not in word)
         if previous and changed:
             words = " ".join(changed)
-            self.end(f"the folder has a run with other overrides ({words}). fix: another --dir")
+            self.end(
+                f"the folder contains a run with different overrides ({words}). fix: choose a "
+                "different --dir"
+            )
         elif run is not None:
             self.run = run
             self.end(FINISHED)
@@ -185,7 +188,8 @@ def open_locked(path: Path) -> IO | None:
         if error.errno not in errors.UNSUPPORTED:
             raise
         warn_once(
-            f"the file system of {path.parent} does not support locks: do not start a comparison twice"
+            f"the file system of {path.parent} does not support locks: do not run the same "
+            "comparison twice at once"
         )
     return log
 

@@ -98,7 +98,7 @@ def plan_variants(
     except ValueError as error:
         raise ValueError(f"seeds must be whole numbers ({error}). fix: seed=0,1,2") from None
     if has_search and SEARCH_SEED in seeds:
-        raise ValueError(f"--tune uses this seed itself (seed={SEARCH_SEED}). fix: seed=0,1,2")
+        raise ValueError(f"--tune reserves this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)
     if folder is None:
         baseline = next(iter(variants))

@@ -219,7 +219,7 @@ def read_records(folder: Path) -> dict[str, Run]:
             run.folder = folder / run.folder
         except (ValueError, TypeError) as error:
             raise IntegrityError(
-                f"not the record of a run ({file}, line {number}: {error}). fix: remove the line"
+                f"invalid run record ({file}, line {number}: {error}). fix: remove the line"
             ) from None
         runs[run.folder.name] = run
     return runs

@@ -29,7 +29,7 @@ NO_SINK = -20.0
 NEW_PARTS = {
     "gate_proj.weight": "an output gate of 1/2, with o_proj doubled",
     "sink": f"a sink of {NO_SINK:g}",
-    "share": "a share of 0 of the first layer's values",
+    "share": "a weight of 0 for the first layer's values",
     "o_proj.bias": "biases of zero",
 }
 
@@ -156,7 +156,9 @@ def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Conve
     kept = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
     if new.heads != old.kv_heads:
         change_kv_heads(layer, kept, old.kv_heads, new.heads)
-    return kept, [Change("a recurrence with these projections; all else is new", is_exact=False)]
+    return kept, [
+        Change("a recurrence with these projections; everything else is new", is_exact=False)
+    ]
 
 
 # (old, new) -> the function that converts a layer's weights.

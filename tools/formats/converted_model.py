@@ -47,7 +47,8 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         attention = inherit_options(tree, composed.model["attention"], explicit)
     if attention == tree["attention"]:
         raise ValueError(
-            f"nothing changes ({' '.join(overrides)}). fix: override values that the model lacks"
+            f"the overrides change nothing ({' '.join(overrides)}). fix: choose values that "
+            "differ from the model's"
         )
     converted = tree | {"attention": attention}
     try:
@@ -165,7 +166,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
                     ]
                     fix = f"{' '.join(words)}, which keeps the layers' pattern; or {fix}"
                 raise ValueError(
-                    f"layers have several values of one option ({key}: {values}). fix: {fix}"
+                    f"layers have different values of an option ({key}: {values}). fix: {fix}"
                 )
             if values:
                 knobs[key] = values[0]

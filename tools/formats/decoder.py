@@ -88,7 +88,7 @@ class Architecture:
             for knob in self.unfit_knobs(layer):
                 found.add(f"attention.{knob}={layer[knob]}")
         if all(layer["_target_"] == RECURRENT for layer in layers):
-            found.add("no layer of softmax attention")
+            found.add("no softmax attention layer")
         return found
 
     def unfit_knobs(self, layer: dict) -> list[str]:
@@ -150,8 +150,8 @@ def common_value(layers: LayerConfigs, knob: str, default: object = None) -> obj
     common = values[0]
     if any(value != common for value in values):
         raise ValueError(
-            f"no transformers class has layers of different {knob} ({values}). "
-            f"fix: train again with one attention.{knob} for all layers"
+            f"no transformers class supports layers with different {knob} ({values}). fix: train "
+            f"again with the same attention.{knob} in all layers"
         )
     return common
 

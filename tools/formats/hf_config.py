@@ -154,7 +154,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
             needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
             fix = f"attention.qk_norm={needed or 'null'}, in each of its kinds"
         raise ValueError(
-            f"no transformers class has this architecture ({nearest} is the nearest, and lacks "
+            f"no transformers class has this architecture ({nearest} is the closest, but lacks "
             f"{', '.join(found)}). fix: train again with {fix}"
         )
     return nearest
@@ -173,7 +173,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
     is_one = isinstance(names, list) and len(names) == 1
     if not is_one or names[0] not in IMPORTED:
         raise ValueError(
-            f"unknown architecture (config.json: {names}). fix: one of {', '.join(IMPORTED)}"
+            f"unknown architecture (config.json: {names}). fix: use one of {', '.join(IMPORTED)}"
         )
     (name,) = names
     architecture = ARCHITECTURES[name]
@@ -191,8 +191,8 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
             different.append(f"{entry}={entries.get(entry)}")
     if different:
         raise ValueError(
-            f"our layers cannot express this {name} (config.json: {', '.join(different)}). "
-            "fix: another model, or delete entries that do not belong to it"
+            f"our layers cannot express this {name} (config.json: {', '.join(different)}). fix: "
+            "use a different model, or delete entries that do not belong to it"
         )
     return name, tree
 
@@ -206,7 +206,8 @@ def own_words(name: str) -> Iterator[None]:
         what = str(error).partition(". fix: ")[0]
         what = OUR_KEY.sub(lambda key: ENTRIES.get(key[1] or key[2], key[0]), what)
         raise ValueError(
-            f"our layers cannot express this {name} (config.json: {what}). fix: another model"
+            f"our layers cannot express this {name} (config.json: {what}). fix: use a different "
+            "model"
         ) from None
 
 

@@ -43,7 +43,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
             parameters = {key: scaling[knob] for key, knob in known.knobs.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
-        f"no transformers class has this scaling ({scaling}). fix: attention.rope_scaling=null"
+        f"no transformers class supports this scaling ({scaling}). fix: attention.rope_scaling=null"
     )
 
 
@@ -64,8 +64,8 @@ def rope_from_hf(config: dict) -> dict:
     is_default = rope_type == "default"
     if unknown_keys or (known is None and not is_default):
         raise ValueError(
-            f"unsupported RoPE parameters (config.json: {parameters}). "
-            f"fix: default or one of {', '.join(SCALINGS)}"
+            f"unsupported RoPE parameters (config.json: {parameters}). fix: use default or one of "
+            f"{', '.join(SCALINGS)}"
         )
     if known is None:
         return {"rope_base": base, "rope_scaling": None}

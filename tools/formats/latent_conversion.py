@@ -83,7 +83,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
         "kv_proj.weight": pad_to(up.flatten(0, 1), new.rank),
         "o_proj.weight": pad_to(out, new.value_dim, dim=2).flatten(1),
     }
-    rotated = f"{new.rope_dim} of {old.head_dim} features of a key keep their rotation"
+    rotated = f"{new.rope_dim} of {old.head_dim} features per key keep their rotation"
     return new_weights, [Change(f"a latent of rank {new.rank}; {rotated}", is_exact=False)]
 
 

@@ -78,8 +78,8 @@ def malformed(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic in tokenizers is not a subclass of Exception
         raise ValueError(
-            f"{what}: entries are missing or have other types ({error}). "
-            "fix: get all files of the model again"
+            f"{what}: entries are missing or have wrong types ({error}). fix: download the model "
+            "again"
         ) from None
 
 
@@ -150,7 +150,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     if not eos_ids or max(candidates) >= tokenizer.vocab_size or not has_only_bos:
         raise ValueError(
             f"a tokenizer needs EOS, and may prepend only BOS (EOS {eos_ids}, adds {prefix}, "
-            f"{tokenizer.vocab_size} tokens). fix: eos_token in tokenizer_config.json, or "
+            f"{tokenizer.vocab_size} tokens). fix: set eos_token in tokenizer_config.json, or "
             "eos_token_id in config.json or generation_config.json"
         )
     check_named_tokens(settings, special_tokens)
@@ -188,11 +188,14 @@ def check_sentencepiece_class(settings: dict) -> None:
     name = class_in_transformers(settings)
     if name in ("", "LlamaTokenizer"):
         return
-    fix = "the tokenizer.json of the model"
+    fix = "add the model's tokenizer.json"
     if settings.get("model_type") != "qwen2":
-        fix += ', or "tokenizer_class": "LlamaTokenizer" in tokenizer_config.json, if that is right'
+        fix += (
+            ', or set "tokenizer_class": "LlamaTokenizer" in tokenizer_config.json if that is '
+            "correct"
+        )
     raise ValueError(
-        f"a tokenizer.model alone gives other ids in transformers (model_type "
+        "a tokenizer.model alone gives different ids in transformers (model_type "
         f"{settings.get('model_type')}, read with {name}). fix: {fix}"
     )
 
@@ -216,7 +219,7 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
             raise ValueError(
                 f"{name} and tokenizer.json differ ({key} is {expected[key]} in "
                 f"tokenizer_config.json, {value} in tokenizer.json). "
-                f'fix: "{key}": {json.dumps(value)} in tokenizer_config.json, if that is right'
+                f'fix: set "{key}": {json.dumps(value)} in tokenizer_config.json if that is correct'
             )
 
 
@@ -228,8 +231,8 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
         raise ValueError(
-            "add_prefix_space is missing in tokenizer_config.json (tokenizer.model prepends no "
-            'space to a text, but transformers would). fix: "add_prefix_space": false in it'
+            "add_prefix_space is missing from tokenizer_config.json (tokenizer.model does not "
+            'prepend a space, but transformers would). fix: set "add_prefix_space": false in it'
         )
     if adds_space in (None, content.normalizer_spec.add_dummy_prefix):
         return model
@@ -263,7 +266,7 @@ def check_named_tokens(settings: dict, special_tokens: dict) -> None:
             different.append(token["content"])
     if different:
         raise ValueError(
-            "some tokens are missing in the tokenizer, or have other options there "
+            "some tokens are missing from the tokenizer, or have different options there "
             f"(tokenizer_config.json: {', '.join(dict.fromkeys(different))}). fix: {SAVE_AGAIN}"
         )
 
@@ -296,12 +299,12 @@ def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
         adds_space = model.normalizer_spec.add_dummy_prefix
         if "add_bos_token" not in config:
             differences.append(
-                "BOS is prepended to a prompt, as in transformers 4 (5 leaves it out if "
+                "BOS is prepended to a prompt, as in transformers 4 (transformers 5 omits it if "
                 "tokenizer_config.json has no add_bos_token)"
             )
     if adds_space:
         differences.append(
-            "texts that begin with a space or contain a special token may get other ids in "
+            "texts that begin with a space or contain a special token may get different ids in "
             "transformers (4 and 5 differ)"
         )
     return differences
@@ -334,8 +337,8 @@ def describe_bos(tokenizer: Tokenizer) -> str | None:
         if named not in (None, tokenizer.bos):
             begin = "BOS" if tokenizer.starts_with_bos else "EOS"
             return (
-                f"{name} has bos_token_id {named}, which the tokenizer prepends to no text: "
-                f"documents and an empty prompt begin with {begin}, {tokenizer.bos}"
+                f"{name} has bos_token_id {named}, which the tokenizer never prepends; documents "
+                f"and empty prompts begin with {begin}, {tokenizer.bos}"
             )
     return None
 
@@ -346,8 +349,8 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"missing or not JSON ({file}: {error}). fix: get all files of the model; a run of "
-            "attend needs no import"
+            f"missing or not JSON ({file}: {error}). fix: download all files of the model; a run "
+            "of attend needs no import"
         ) from None
 
 
@@ -356,7 +359,7 @@ def check_growth(content: dict) -> None:
     changes = json.dumps([content.get("normalizer"), content.get("decoder")], ensure_ascii=False)
     growth = prod(map(len, REPLACEMENTS.findall(changes)))
     if growth > MOST_GROWTH:
-        raise ValueError(f"replacements may multiply a text (tokenizer.json: {growth} times)")
+        raise ValueError(f"replacements may enlarge a text {growth} times (tokenizer.json)")
 
 
 def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:

@@ -13,7 +13,7 @@ from model.transformer import Transformer
 from run.errors import IntegrityError
 from tools.formats.architectures import ARCHITECTURES
 
-FETCH_AGAIN = "get all files of the model again"
+FETCH_AGAIN = "download the model again"
 HEAD = "lm_head.weight"
 WHOLE = "model.safetensors"  # the file name of a model in a single file
 
@@ -62,8 +62,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise IntegrityError(
-            f"weights are missing ({folder} has no .safetensors). "
-            "fix: fetch them (a .bin is a pickle, which could run code)"
+            f"weights are missing ({folder} has no .safetensors). fix: download them (.bin files "
+            "are pickles, which could run code)"
         )
     tensors = {}
     for file in files:
@@ -73,7 +73,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             raise IntegrityError(f"invalid weights ({file}: {error}). fix: {FETCH_AGAIN}") from None
         if tensors.keys() & read.keys():
             raise IntegrityError(
-                f"two files have the same tensor ({file}). fix: keep the files of one model only"
+                f"two files have the same tensor ({file}). fix: keep the files of only one model"
             )
         named = {name for name, place in file_of.items() if place == file}
         if file_of and named != read.keys():
