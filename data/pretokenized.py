@@ -118,8 +118,8 @@ class Pretokenized(Source):
         is_halved = not (probe[::2].any() and probe[1::2].any())
         if is_halved and len(probe) >= MIN_PROBED_TOKENS and highest > 0:
             raise ValueError(
-                f"every second {dtype.name} is 0, so the ids have a different dtype ({file}). "
-                "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
+                f"every other {dtype.name} is 0, so the ids have a different dtype ({file}). fix: "
+                "data.dtype=uint32, or save them as uint16 or uint32, little-endian"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:

@@ -53,7 +53,7 @@ def new_folder(out: Path) -> Iterator[None]:
         is_empty_folder = out.is_dir() and not any(out.iterdir())
         if out.is_symlink() or (out.exists() and not is_empty_folder):
             raise ValueError(
-                f"the output folder is not new or empty (--out {out}). fix: choose a new folder"
+                f"--out must be a new or empty folder (got {out}). fix: choose a new folder"
             )
         out.mkdir(parents=True, exist_ok=True)
     try:

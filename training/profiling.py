@@ -54,8 +54,8 @@ class StepProfiler:
         self.profiler.stop()
         if not self.has_written:
             say(
-                f"warning: no trace: the run ended within its first {SKIPPED_STEPS} steps, which "
-                f"profile={self.num_steps} skips. fix: train for more steps"
+                f"warning: no trace, because the run ended within its first {SKIPPED_STEPS} "
+                f"steps, which profile={self.num_steps} skips. fix: train for more steps"
             )
 
     def write(self, profiler: profile) -> None:

@@ -100,9 +100,9 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
             role = "vectors"
         else:
             raise ValueError(
-                f"no rule for the learning rate of {name}, of shape {[*p.shape]}: supported are "
-                "matrices (out, in) inside the blocks, vectors, and kernels (channels, 1, "
-                "width). fix: give it such a shape, or add a rule in split_parameters of "
+                f"no rule for the learning rate of {name} with shape {[*p.shape]}: only matrices "
+                "(out, in) inside the blocks, vectors, and kernels (channels, 1, width) are "
+                "supported. fix: give it such a shape, or add a rule in split_parameters of "
                 "training/rates.py"
             )
         parameters[role].append(p)

@@ -145,7 +145,7 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     corpus = open_corpus(config["data"], path)
     if corpus.sha256 != config["text"]:
         raise ValueError(
-            f"the text has changed since the run was trained on it ({path}: SHA-256 then "
+            f"the text has changed since the run was trained on it ({path}: SHA-256 was "
             f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the original text; or "
             "python -m tools.evaluate --text FILE, which scores any text"
         )

@@ -39,7 +39,7 @@ def end_diverged(where: str, progress: Progress) -> NoReturn:
     """Exit with code 4. All checkpoints have finite weights."""
     errors.exit_with(
         errors.DIVERGED,
-        f"training diverged ({where}). fix: a lower optimizer.lr, or precision=fp32; "
+        f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32; "
         f"resume=true continues from step {progress.saved_step}",
         rank0_only=True,
     )

@@ -392,7 +392,7 @@ def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
     command("generate.py", "--run", "new", "Ann", "--device", "cpu").succeeded()
     command("tools/export_hf.py", "--run", "new", "--out", "hf").succeeded()
     again = command("tools/convert.py", "run", *words, "--out", "new")
-    assert again.code == 2 and "not new or empty" in again.err
+    assert again.code == 2 and "must be a new or empty folder" in again.err
 
 
 @pytest.fixture

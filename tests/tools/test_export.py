@@ -46,7 +46,7 @@ NONE = {
     "gqa attention.rope_fraction=0.5": "attention.rope_fraction=0.5",
     "gdn attention.kinds.full.gated=false": "attention.gated=False",
     "local_global attention.kinds.full.rope_base=1000000.0": "layers with different rope_base",
-    "gdn attention.pattern=[recurrent]": "no softmax attention layer",
+    "gdn attention.pattern=[recurrent]": "models without softmax attention",
     "kda model.tied=true": "tied=True",
     "kda attention.kinds.recurrent.low_rank=false": "attention.low_rank=False",
     "mamba2": "attention.erase=False",

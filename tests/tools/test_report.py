@@ -350,7 +350,7 @@ def test_a_text_that_is_too_short_is_reported(write):
             run.lines[-1]["epoch"] = epoch
         answer = answer_of(write, runs)
         passes = 10 * parameters / 1000 * epoch
-        told = f"but {passes:.0f} passes over this text: take a longer one, or a smaller model"
+        told = f"but {passes:.0f} passes over this text: use a longer text or a smaller model"
         assert (passes > 4) == is_told == (told in answer), answer
 
 
@@ -371,7 +371,11 @@ def test_speeds_are_not_compared_if_seeds_of_the_same_variant_differ(write, devi
 @pytest.mark.parametrize(
     "loads, machine, said",
     [
-        ((0.1, 0.3), {}, "are comparable: on machines of one kind, other programs used 0.1 to 0.3"),
+        (
+            (0.1, 0.3),
+            {},
+            "are comparable: the machines are of the same kind, and other programs used 0.1 to 0.3",
+        ),
         ((0.1, 1.4), {}, "are not comparable, because runs differ: other programs used 0.1 to 1.4"),
         ((0.1, 0.1), {"threads": 2}, "are not comparable, because runs differ: threads 2 or None."),
         ((None, None), {}, "may not be comparable: the load of other programs was not recorded"),

@@ -56,7 +56,7 @@ def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answ
     better = [name for name in comparison.others if verdicts[name].text == "better"]
     remarks = describe_missing(gaps)
     if not verdicts:
-        headline = f"{baseline} is alone: there is nothing to compare it with."
+        headline = f"{baseline} is the only variant: there is nothing to compare it with."
     elif better:
         best = better[0]
         claim = f"loss is lower than {baseline}'s by {describe_gain(comparison, best, result)}."
@@ -127,11 +127,11 @@ def answer_accuracies(comparison: Comparison) -> Answer:
         )
     ours = f"{of_seeds(baseline)} seeds of {baseline}"
     if not comparison.others:
-        headline = f"{baseline} is alone: there is nothing to compare it with."
+        headline = f"{baseline} is the only variant: there is nothing to compare it with."
     elif better:
         claim = (
-            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), "
-            f"and {ours}; chance alone rarely gives such a gap (Fisher's exact test at 5 %)."
+            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), and "
+            f"{ours}; this difference is significant (Fisher's exact test at 5 %)."
         )
         headline = f"Take {top}: {claim}"
         if gaps.remedies:
@@ -220,7 +220,7 @@ def enough_tokens(runs: list[Run]) -> str:
     # Up to four epochs on a text are nearly as good as new text (2305.16264).
     passes = max(tokens / run.last["tokens"] * run.last.get("epoch", 0.0) for run in runs)
     if passes > MAX_EPOCHS:
-        text += f", but {passes:.0f} passes over this text: take a longer one, or a smaller model"
+        text += f", but {passes:.0f} passes over this text: use a longer text or a smaller model"
     return text
 
 

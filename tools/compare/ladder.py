@@ -24,15 +24,16 @@ CLAUSES = {
     CANNOT_TELL: "The runs cannot tell whether the difference of {names} grows or shrinks.",
 }
 LADDER = """
-Each size has its own verdicts, further down. The trend is the slope of a straight line through the
-differences, over the logarithm of the training compute: a lead or a deficit grows or shrinks if the
-95 % interval of the slope leaves out zero. The intervals of all variants hold together (Bonferroni's
-correction). A trend describes these sizes; it does not promise that it continues.
+Each size has its own verdicts further down. The trend is the slope of a straight line fitted to the
+differences against the logarithm of the training compute. A lead or a deficit grows or shrinks if
+the 95 % interval of the slope excludes zero. The intervals are simultaneous over all variants
+(Bonferroni correction). A trend describes only these sizes, and may not continue beyond them.
 """
 COMPUTE = """
-The exponents are of power laws, loss = a x FLOPs ^ -exponent, fitted to all runs of a variant. The
-baseline's law gives the compute at which it would reach the variant's loss at the largest size, as
-a multiple of its own compute there, if parameters and tokens grow in the same proportion.
+For each variant, a power law, loss = a x FLOPs ^ -exponent, is fitted to all runs. The baseline's
+power law gives the compute at which the baseline would reach the variant's loss at the largest
+size, as a multiple of the baseline's own compute at that size. This assumes that parameters and
+tokens grow in the same proportion.
 """
 
 
@@ -118,7 +119,7 @@ def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tupl
         unit=unit,
     )
     caption = (
-        "Above, a dot is a seed and a line a fitted power law. Below, the difference from "
+        "Top: each dot is a seed, and each line a fitted power law. Bottom: the difference from "
         f"{baseline} with its 95 % interval."
     )
     svg = page.figure(figure, caption)

@@ -90,13 +90,13 @@ def plan_variants(
         raise ValueError(f"losses on different data are not comparable. fix: {sweep['data'][0]}")
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
         raise ValueError(
-            f"model.hidden cannot have several values: --match {match} sets it. fix: --match none"
+            f"model.hidden cannot be swept, because --match {match} sets it. fix: --match none"
         )
     # Seeds are repetitions of a variant; all other keys define variants.
     try:
         seeds = [int(word.partition("=")[2]) for word in sweep.pop("seed", ["seed=0"])]
     except ValueError as error:
-        raise ValueError(f"seeds must be whole numbers ({error}). fix: seed=0,1,2") from None
+        raise ValueError(f"seeds must be integers ({error}). fix: seed=0,1,2") from None
     if has_search and SEARCH_SEED in seeds:
         raise ValueError(f"--tune reserves this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)

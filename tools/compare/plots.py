@@ -189,7 +189,7 @@ def shorten(label: str) -> str:
 
 def draw_searches(losses: dict[str, Losses]) -> Figure:
     """Plot the loss of each variant over the factors of its learning rates, on a log axis."""
-    figure, axes = new_figure("factor of the learning rates", "val_loss, nats", 4.0)
+    figure, axes = new_figure("learning-rate factor", "val_loss, nats", 4.0)
     axes.set_xscale("log", base=2)
     for name, by_factor in losses.items():
         factors = sorted(by_factor)

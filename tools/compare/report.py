@@ -25,16 +25,17 @@ SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
 MAX_SPREAD = 1.2  # largest ratio of speeds between a variant's seeds at which speeds are comparable
 MAX_NAME = 16  # maximum number of characters of the baseline's name in a title
 VERDICTS = """
-The brackets hold a 95 % confidence interval of the difference from the baseline. The intervals of
-all variants hold together: in 95 of 100 comparisons like this one, every interval contains the true
-difference. Seeds are not paired.
+Brackets contain the 95 % confidence interval of the difference from the baseline. The intervals are
+simultaneous: in 95 of 100 comparisons like this one, all intervals contain the true difference.
+Seeds are not paired.
 """
 VERDICT_NAMES = """
 Better: the whole interval is below zero. As good: it ends below the margin of {margin:g}, which
 should be chosen before training. Worse: the whole interval is above zero, and it ends beyond the
-margin. Cannot tell: the runs allow both. That does not mean equal: more seeds may show a
-difference. A variant gets no verdict if training diverged with some of its seeds, or if its best
-learning rate is the lowest or the highest one tried; the same holds for the baseline.
+margin. Cannot tell: the runs do not exclude either. This does not mean that the losses are equal:
+more seeds may show a difference. A variant gets no verdict if training diverged with some of its
+seeds, or if its best learning rate is the lowest or highest one tried; the same holds for the
+baseline.
 """
 EQUAL = "The intervals are from Dunnett's test, with one variance pooled over all variants."
 UNEQUAL = """
@@ -44,34 +45,33 @@ often than stated.
 """
 ACCURACIES = """
 A seed solves the task if its accuracy reaches {solved:.0f} %. Training either finds the solution or
-does not, so accuracies have no useful mean, and seeds are counted instead. A variant is called
-better if chance alone rarely gives such a gap: by Fisher's exact test at 5 %, corrected for the
-number of variants. The floor of {floor:.3f} is the accuracy of guessing the most frequent answer
-each time.
+does not, so successful seeds are counted: a mean accuracy would not be useful. A variant is called
+better if the difference in counts is significant by Fisher's exact test at 5 %, corrected for the
+number of variants. The floor of {floor:.3f} is the accuracy of always guessing the most frequent
+answer.
 """
 PARTS = """
-Repeated tokens are those that complete a pair of tokens which occurred earlier in the same context;
-all other tokens are new. "4 x the context" shows what happens on longer texts than the model was
-trained on: the loss on the last tokens of windows that are four times as long as the training
-context, minus the loss on the same tokens with one training context in front of them. The model is
-not trained further, and positions are not rescaled. All intervals of this table hold together.
+Repeated tokens complete a pair of tokens that occurred earlier in the same context; all other
+tokens are new. "4 x the context" measures length extrapolation: the loss on the last tokens of
+windows four times as long as the training context, minus the loss on the same tokens with one
+training context in front of them. The model is not trained further, and positions are not rescaled.
+All intervals in this table are simultaneous.
 """
 COSTS = """
-The cache is the memory that one sequence of a full context needs in bf16. FLOPs are for training:
-one forward and one backward pass. The training speed of a run is the median over the lines of its
-log. Decoding is measured at full context, with the model of the first seed as generate.py loads it,
-without compilation.
+The cache size is for one sequence at full context in bf16. FLOPs are for training: one forward and
+one backward pass. A run's training speed is the median over the lines of its log. Decoding is
+measured at full context without compilation, with the first seed's model as loaded by generate.py.
 """
 SETTINGS = """
-Only settings that differ from the baseline are listed; kinds.NAME is for the layers of one kind.
-If parameters or FLOPs are matched (--match), the feed-forward width, hidden, makes up the
-difference. The first line of configs/attention/NAME.yaml describes an attention.
+Only settings that differ from the baseline are listed; kinds.NAME applies to the layers of one
+kind. If parameters or FLOPs are matched (--match), the feed-forward width, hidden, is adjusted. The
+first line of configs/attention/NAME.yaml describes the attention variant NAME.
 """
 TUNING = """
 Each variant was first trained with all of its learning rates multiplied by several factors, with a
 seed that is not used for the verdicts. A parabola was fitted to the loss over the logarithm of the
-factor; the runs that are compared use the factor where it is lowest. "Off by two" is by how much
-the fitted loss rises if the learning rate is half or twice the best one.
+factor; the compared runs use the factor at its minimum. "Off by two" is the rise of the fitted loss
+if the learning rate is half or twice the best one.
 """
 
 
@@ -112,11 +112,13 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
         lines.append(text)
 
     if missing:
-        with page.folded(f"Runs that are not in this report: {len(missing)}"):
+        with page.folded(f"Runs missing from this report: {len(missing)}"):
             for line in missing:
                 page.paragraph(line)
     commits = sorted({str(run.commit) for run in runs})
-    page.paragraph(f"Trained at commit {', '.join(commits)}. This page was made by:", style="faint")
+    page.paragraph(
+        f"Trained at commit {', '.join(commits)}. This page was generated by:", style="faint"
+    )
     page.code([command()])
     file = folder / "report.html"
     file.write_text(page.html(), encoding="utf-8")
@@ -217,8 +219,8 @@ def compare_losses(comparison: Comparison, margin: float) -> Findings:
         answer=answer_losses(comparison, result, margin),
         figure=figure,
         caption=(
-            "A dot is a seed, a diamond the mean difference, and a line its 95 % interval. "
-            "Blue: better. Orange: worse. Gray: neither."
+            "Each dot is a seed, each diamond the mean difference, and each line its 95 % "
+            "interval. Blue: better. Orange: worse. Gray: neither."
         ),
         cells=cells,
         sorted_by=titles[0],
@@ -249,7 +251,7 @@ def compare_accuracies(comparison: Comparison) -> Findings:
     return Findings(
         answer=answer_accuracies(comparison),
         figure=figure,
-        caption="A dot is a seed.",
+        caption="Each dot is a seed.",
         cells=cells,
         sorted_by="",
         notes=[ACCURACIES.format(solved=100 * SOLVED, floor=first.floor)],
@@ -338,7 +340,10 @@ def describe_speeds(groups: Groups) -> str:
             "Training speeds may not be comparable: the load of other programs was not recorded "
             f"for {len(runs) - len(loads)} of {len(runs)} runs."
         )
-    return f"Training speeds are comparable: on machines of one kind, {load} during the runs."
+    return (
+        f"Training speeds are comparable: the machines are of the same kind, and {load} during "
+        "the runs."
+    )
 
 
 def speed_spread(runs: list[Run]) -> float:
@@ -378,7 +383,7 @@ def add_searches(page: Page, losses: dict[str, Losses]) -> None:
         )
     with page.folded("Learning rates"):
         page.paragraph(TUNING)
-        caption = "Held-out loss by the factor of the learning rates, without runs that diverged."
+        caption = "Held-out loss against the learning-rate factor, without runs that diverged."
         page.figure(draw_searches(losses), caption)
         page.table(rows)
 
@@ -394,6 +399,8 @@ def add_settings(page: Page, comparison: Comparison) -> None:
     with page.folded("Settings and command"):
         page.table(rows)
         page.paragraph(SETTINGS)
-        page.paragraph(f"{baseline} was trained by this command, with the settings below it:")
+        page.paragraph(
+            f"{baseline} was trained by this command, with the settings listed below it:"
+        )
         settings = [f"{key}={value}" for key, value in first.settings_except(()).items()]
         page.code([first.command or "train.py", "", *settings])

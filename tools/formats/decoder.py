@@ -88,7 +88,7 @@ class Architecture:
             for knob in self.unfit_knobs(layer):
                 found.add(f"attention.{knob}={layer[knob]}")
         if all(layer["_target_"] == RECURRENT for layer in layers):
-            found.add("no softmax attention layer")
+            found.add("models without softmax attention")
         return found
 
     def unfit_knobs(self, layer: dict) -> list[str]:

@@ -154,8 +154,8 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
             needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
             fix = f"attention.qk_norm={needed or 'null'}, in each of its kinds"
         raise ValueError(
-            f"no transformers class has this architecture ({nearest} is the closest, but lacks "
-            f"{', '.join(found)}). fix: train again with {fix}"
+            f"no transformers class has this architecture ({nearest} is the closest, but does not "
+            f"support {', '.join(found)}). fix: train again with {fix}"
         )
     return nearest
 
