@@ -69,8 +69,8 @@ def check_buildable(settings: Settings) -> Settings:
     bounds = (settings.steps, settings.tokens_per_parameter, settings.max_minutes)
     if bounds == (None, None, None) and not has_epochs:
         raise ValueError(
-            "the run would never end (steps=null tokens_per_parameter=null max_minutes=null, and no "
-            "epochs to count). fix: max_minutes=5"
+            "the run would never end (steps=null tokens_per_parameter=null max_minutes=null, and "
+            "no epochs to count). fix: max_minutes=5"
         )
     return settings
 

@@ -369,7 +369,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0}
 MSCALE = {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}
 # The exit code, the damage, and a part of the message.
 DAMAGES = {
-    "pickle": (3, pickled, "a pickle"),
+    "pickle": (3, pickled, "are pickles"),
     "shape": (3, reweigh(model__norm__weight=torch.ones(63)), "model.norm.weight"),
     "tensor": (3, reweigh(model__norm__weight=None), "model.norm.weight"),
     "another tensor": (3, reweigh(more=torch.ones(1)), "config (/"),

@@ -156,7 +156,7 @@ def test_reports_and_summaries_show_the_learning_rates(run_of, capsys):
     text = run.trainer.describe_rates(6)
     for key, rate in expected.items():
         assert f"  {key:<13}{rate:<9.3g}= {optimizer['lr']:g}" in text
-    assert "x 128 / 64 inputs" in text and "3,072 tokens in all" in text
+    assert "x 128 / 64 inputs" in text and "3,072 tokens in total" in text
     # The down-projection has twice as many inputs.
     assert f"  lr           {expected['lr'] / 2:<9.3g}=" in text
     assert "once the number of steps is estimated" in run.trainer.describe_rates(None)
