@@ -285,7 +285,7 @@ def test_resume_reports_a_change_of_machine():
     said = checkpointer.check_resumed(
         THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
     )
-    assert said == "changed since step-00000001: machine.threads (then 1, now 2)"
+    assert said == "changed since step-00000001: machine.threads (was 1, now 2)"
 
 
 def test_resume_refuses_a_changed_seed_batch_size_model_or_row_order(job, capfd, monkeypatch):
@@ -293,14 +293,14 @@ def test_resume_refuses_a_changed_seed_batch_size_model_or_row_order(job, capfd,
     assert forked(job.with_words("steps=2")) == 0
     for word in ("seed=1", "batch_tokens=128", "model.tied=true"):
         assert forked(job.with_words(word)) == 2
-        assert f"{word.partition('=')[0]} (then" in capfd.readouterr().err
+        assert f"{word.partition('=')[0]} (was" in capfd.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr("data.corpus.ROW_ORDER", 1)
         assert forked(job.with_words()) == 2
         assert "in a different order. fix: " in capfd.readouterr().err
     assert forked(job.with_words("optimizer.lr=0.001")) == 0
     assert (
-        "changed since step-00000002: optimizer.lr (then 0.035, now 0.001), steps (then 2"
+        "changed since step-00000002: optimizer.lr (was 0.035, now 0.001), steps (was 2"
         in capfd.readouterr().err
     )
 

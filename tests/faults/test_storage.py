@@ -25,8 +25,8 @@ def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
     assert forked(job.with_words("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     told = capfd.readouterr().err
-    assert told.count("\nerror: ") == 1 and "fix: free space" in told
-    assert "File too large" in told and "fix: free space" in told
+    assert told.count("\nerror: ") == 1 and "fix: free disk space" in told
+    assert "File too large" in told and "fix: free disk space" in told
     assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
 

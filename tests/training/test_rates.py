@@ -87,7 +87,7 @@ def test_the_error_names_a_parameter_without_a_role():
     settings = settings_of("model=tiny", "data.vocab_size=128")
     model = instantiate(settings.model)
     model.blocks[1].table = nn.Parameter(torch.zeros(2, 3, 4))
-    with pytest.raises(ValueError, match=r"blocks.1.table, of shape \[2, 3, 4\].* fix: "):
+    with pytest.raises(ValueError, match=r"blocks.1.table with shape \[2, 3, 4\].* fix: "):
         split_parameters(model)
     model.blocks[1].table = None
     model.positions = nn.Parameter(torch.zeros(64, 64))

@@ -343,7 +343,7 @@ def test_running_out_of_memory_is_reported_in_one_line(command, story, monkeypat
     monkeypatch.setattr(f"training.trainer.{place}", full)
     result = command(*TRAIN)
     line = result.err.splitlines()[-1]
-    assert result.code == 2 and "error: CUDA out of memory. fix: a smaller micro_batch" in line
+    assert result.code == 2 and "error: CUDA out of memory. fix: use a smaller micro_batch" in line
 
 
 def test_a_run_reports_its_limits_and_can_continue_for_more_epochs(command, story):
