@@ -68,7 +68,7 @@ def test_the_cache_is_in_a_private_temporary_folder_without_a_home(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"warning: the cache is in {folder}, which may be deleted: ")
-    assert line.endswith(". fix: XDG_CACHE_HOME=FOLDER")
+    assert line.endswith(". fix: set XDG_CACHE_HOME=FOLDER")
 
 
 @pytest.mark.parametrize("name", ["My Projects", "it's", 'a "clone"', "back\\slash", "a\ttab"])

@@ -148,7 +148,10 @@ PROBLEMS = {
     "with a file": (FileNotFoundError(2, "No such file", "a.txt"), "No such file (a.txt)"),
     "of a socket": (ConnectionRefusedError(111, "Refused"), "Refused (the network)"),
     "of a name": (socket.gaierror(-2, "Name not known"), "Name not known (the network)"),
-    "without a file": (PermissionError(13, "Permission denied"), "Permission denied (the input files"),
+    "without a file": (
+        PermissionError(13, "Permission denied"),
+        "Permission denied (the input files",
+    ),
     "without a number": (OSError("odd file"), "odd file (the input files"),
 }
 

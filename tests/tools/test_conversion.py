@@ -133,7 +133,9 @@ def test_every_preset_is_converted_with_all_of_its_settings_or_refused(preset, c
         assert lines == PRESETS[preset]
         assert new(tokens_of(new)).isfinite().all()
     else:
-        with pytest.raises(ValueError, match=r"^(no formula for this|the overrides change nothing).*\. fix: "):
+        with pytest.raises(
+            ValueError, match=r"^(no formula for this|the overrides change nothing).*\. fix: "
+        ):
             convert("gqa", f"attention={preset}")
 
 

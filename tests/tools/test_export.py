@@ -219,7 +219,9 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
             result = command(*words, "--out", "full")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert result.code == 74 and "fix: free disk space" in result.err and not Path("full").exists()
+        assert (
+            result.code == 74 and "fix: free disk space" in result.err and not Path("full").exists()
+        )
 
 
 @pytest.mark.parametrize(
