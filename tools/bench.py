@@ -178,7 +178,7 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Return the bytes/s of reading a large tensor: known for a GPU, else measured by a sum."""
+    """Return the memory bandwidth in bytes/s: from a GPU's data sheet, or measured by a sum."""
     bandwidth = hardware.peak_bandwidth(device)
     if bandwidth is not None:
         return bandwidth

@@ -89,8 +89,8 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
         raise ValueError(
-            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; for a "
-            f"different attention: python -m tools.convert {source} attention=NAME --out Y, then "
+            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; to "
+            f"change the attention: python -m tools.convert {source} attention=NAME --out Y, then "
             "init_from=Y"
         )
 

@@ -1,4 +1,4 @@
-"""The progress of a run: its step, its last step, and the intervals that are due."""
+"""The progress of a run: its step, its last step, and whether a periodic action is due."""
 
 import math
 from dataclasses import dataclass

@@ -356,7 +356,7 @@ DAMAGES = {
                 * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}],
             },
         ),
-        "replacements may enlarge a text",
+        "replacements may make a text",
     ),
     "outside": (
         lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),

@@ -221,7 +221,7 @@ def fix_of_kind(kind: str) -> Iterator[None]:
 
 
 def copy_weights(weights: Weights, parameters: Weights, prefix: str = "") -> None:
-    """Copy weights into the parameters with the name `prefix` + name of the weight."""
+    """Copy each weight into the parameter whose name is `prefix` followed by the weight's name."""
     for name, weight in weights.items():
         parameter = parameters[prefix + name]
         assert weight.shape == parameter.shape  # else it would be broadcast

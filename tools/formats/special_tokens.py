@@ -359,7 +359,7 @@ def check_growth(content: dict) -> None:
     changes = json.dumps([content.get("normalizer"), content.get("decoder")], ensure_ascii=False)
     growth = prod(map(len, REPLACEMENTS.findall(changes)))
     if growth > MOST_GROWTH:
-        raise ValueError(f"replacements may enlarge a text {growth} times (tokenizer.json)")
+        raise ValueError(f"replacements may make a text {growth} times as long (tokenizer.json)")
 
 
 def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenizer:
