@@ -176,7 +176,7 @@ class Parser(argparse.ArgumentParser):
         self.error(problem, fix or f"leave it out: {self.prog} always does this")
 
     def refuse_options(self, words: list[str]) -> NoReturn:
-        """Exit with an error for options that are overrides here, such as --attention gqa,mha."""
+        """Exit with an error for options that should be overrides, such as --attention gqa,mha."""
         # Imported only here, because this import takes longer than the rest of a command's --help.
         from run.options import options_problem, split_options
 

@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--dir",
         type=user_path,
-        help="output folder for the runs and the report (default: runs/compare-..., runs/report)",
+        help="output folder for the runs and the report (default: runs/compare-..., or runs/report with --report)",
     )
     add(
         "--report",

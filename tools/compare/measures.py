@@ -55,7 +55,7 @@ def slice_loss(run: Run, name: str) -> float | None:
 
 
 def length_change(run: Run) -> float | None:
-    """Return the loss at 4 times the training context minus the loss at 1, on the same targets."""
+    """Return the rise of the loss at 4 times the training context, on the same targets."""
     if not run.lengths:
         return None
     return run.lengths["4"] - run.lengths["1"]

@@ -157,7 +157,7 @@ class DiffLlama(Architecture):
 
 
 class DeepseekV3(Architecture):
-    """Multi-head latent attention without experts, 2412.19437."""
+    """DeepSeek-V3 without experts: multi-head latent attention and dense layers, 2412.19437."""
 
     model_type = "deepseek_v3"
     fixed_knobs = {"_target_": LATENT}

@@ -70,7 +70,7 @@ def check_equal(layer: int, options: dict, needed: dict) -> None:
 
 
 def check_all_used(layer: int, weights: Weights, used: Iterable[str]) -> None:
-    """Raise ValueError if the new attention does not use some of the weights."""
+    """Raise ValueError if the new attention leaves any of the weights unused."""
     lost = ", ".join(sorted(weights.keys() - set(used)))
     if lost:
         raise no_formula(layer, f"{lost} would be lost", f"an attention with {lost}")

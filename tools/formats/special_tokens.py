@@ -170,9 +170,9 @@ def import_tokenizer(folder: Path) -> Tokenizer:
 
 
 def class_in_transformers(settings: dict) -> str:
-    """Return the class that transformers 5 uses for a tokenizer with these settings.
+    """Return the name of the class that transformers 5 uses for a tokenizer with these settings.
 
-    It is "" if transformers uses the file unchanged.
+    The name is "" if transformers uses the file unchanged.
     """
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     model_type = settings.get("model_type")
