@@ -319,7 +319,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
             fix = f"limit rows to {BLOCK_BYTES // 2**20} MB, or use .parquet"
         raise ValueError(
             f"{reason} ({file}, after {num_rows} rows). fix: {fix}; if the text is in a different "
-            "field, set data.text_field=NAME in training, or rename the field elsewhere"
+            "field, set data.text_field=NAME (train.py), or rename the field (other commands)"
         ) from None
 
 

@@ -247,8 +247,9 @@ class Tokenizer:
     def last_cut(self, text: str) -> int:
         """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.
 
-        Characters are merged only into pieces of the vocabulary, so no token contains a pair of
-        characters that are adjacent in no piece. This holds for models that do not normalize text.
+        Tokens are pieces of the vocabulary. If two adjacent characters are adjacent in no piece, no
+        token contains both, and the text can be cut between them. This holds for models that do
+        not normalize text.
         """
         for index in range(len(text) - 1, 0, -1):
             first, second = text[index - 1 : index + 1].replace(" ", SPACE)

@@ -165,7 +165,7 @@ class Settings(BaseModel):
         if self.distill is None and as_typed(self.distill_weight) != defaults()["distill_weight"]:
             raise ValueError(
                 f"distill_weight needs a teacher (distill_weight={self.distill_weight}, "
-                "distill=null). fix: leave distill_weight out, or distill=runs/NAME"
+                "distill=null). fix: leave distill_weight out, or set distill=runs/NAME"
             )
         # If the batch is smaller than one micro-batch per process, the micro-batch shrinks.
         sequence_tokens = self.context * world_size  # if every process has one sequence
@@ -314,7 +314,7 @@ def is_one_number(value: str) -> bool:
 def check_key(key: str, word: str) -> None:
     """Raise ValueError for an override of a key that the run sets itself, or of Hydra's own keys.
 
-    Like `check_text`, also raises ValueError for text values of other programs.
+    Like `check_text`, also raises ValueError for values that only other programs accept.
     """
     value = word.removeprefix(key)
     for copy, original in COPIES.items():

@@ -18,7 +18,7 @@ SOLVED = 0.9  # minimum accuracy of a run that has solved a task
 
 
 class Result(NamedTuple):
-    """A measure of all variants by name, with verdicts; lower is better.
+    """The values of one measure, and verdicts on them, by variant name; lower is better.
 
     `is_unequal` is true if the variants' spreads differ.
     """

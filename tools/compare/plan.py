@@ -185,9 +185,9 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width for a model of this size; keep the current width if close enough.
+    """Find the feed-forward width that gives the model the `target` size, or keep it if close enough.
 
-    Returns None if no width gives this size.
+    Returns None if there is no such width.
     """
 
     def size_with(hidden: int) -> float:
