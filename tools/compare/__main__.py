@@ -167,7 +167,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]
     if folders and is_run(folders[0]):
-        parser.error(f"expected overrides, got a run ({folders[0]})", shlex.join(["--report", *folders]))
+        parser.error(
+            f"expected overrides, got a run ({folders[0]})", shlex.join(["--report", *folders])
+        )
     if bool(args.overrides) == bool(args.report):
         parser.error("pass either overrides to train with, or --report RUN...")
     return args
