@@ -270,7 +270,7 @@ def build_run(
 ) -> Run:
     """Build the parts of a run, and restore its newest checkpoint if it is resumed.
 
-    The settings were composed from `overrides`. A new run starts with `pretrained`, if given.
+    The settings were composed from `overrides`. A new run starts from the model `pretrained`, if given.
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)

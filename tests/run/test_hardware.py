@@ -170,7 +170,7 @@ with open("/proc/self/smaps_rollup") as summary:
 
 
 @pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="needs huge pages"
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text("utf-8"), reason="needs huge pages"
 )
 def test_large_tensors_are_in_huge_pages():
     command = [sys.executable, "-c", ALLOCATE]

@@ -144,7 +144,7 @@ def test_every_preset_is_converted_with_all_of_its_settings_or_refused(preset, c
 def test_the_suggested_fix_for_a_hybrid_keeps_its_pattern(variant, preset, option):
     tree = tree_of(variant)
     fix = f"attention.{option}, which keeps the layers' pattern"
-    with pytest.raises(ValueError, match=f"several values .*fix: {fix}"):
+    with pytest.raises(ValueError, match=f"layers have different values .*fix: {fix}"):
         converted_model.convert_config(tree, [f"attention={preset}"])
     converted = converted_model.convert_config(tree, [f"attention.{option}"])
     assert converted["attention"]["pattern"] == tree["attention"]["pattern"]

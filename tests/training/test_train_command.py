@@ -305,7 +305,7 @@ def test_runs_with_the_same_name_are_distinguished_by_their_initial_weights(comm
     assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
 
 
-def test_resume_finds_a_run_by_any_spelling_of_init_from_and_by_its_context(command, trained):
+def test_resume_finds_a_run_by_its_context_and_any_spelling_of_init_from(command, trained):
     words = [word for word in TINY[1:] if not word.startswith(("context=", "batch_tokens="))]
     words += [*SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun", "batch_tokens=1024"]
     begin = f"init_from={trained}"

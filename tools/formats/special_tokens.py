@@ -243,8 +243,8 @@ def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
 def check_named_tokens(settings: dict, special_tokens: dict) -> None:
     """Raise ValueError for tokens in the configs that the tokenizer lacks or defines differently.
 
-    transformers would add them with new ids. `special_tokens` maps the text of the tokenizer's
-    special tokens to dicts of options for a tokenizer.json, else to lists of ids.
+    transformers would add them with new ids. `special_tokens` maps the text of each of the
+    tokenizer's special tokens to its options (tokenizer.json) or to a list of ids.
     """
     named = []
     for key, value in settings.items():
