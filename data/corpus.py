@@ -55,7 +55,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return the corpus for windows of `context` tokens; rows of a task have that length."""
+        """Return the corpus for windows of `context` tokens; a task's rows get this length."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:

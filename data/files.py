@@ -61,7 +61,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def named_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that `path` names, once per name; raises the same errors as find_files()."""
+    """List the files that `path` names, each path once. Raises the same errors as find_files()."""
     files = []
     missing = []
     for entry in entries_of(path):
@@ -265,7 +265,7 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
     """Yield the documents between separator lines, without the newline before a separator.
 
     The text is unchanged, except that a byte order mark is removed. Only \\n ends a line. A
-    long document's parts have between PART_CHARS and 2 PART_CHARS characters.
+    long document's parts have between PART_CHARS and 2 * PART_CHARS characters.
     """
     lines = []
     num_chars = 0
@@ -324,7 +324,7 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
 
 
 def open_rows(file: Path, field: str) -> Iterable:
-    """Open a .jsonl, .parquet or .csv file as pyarrow RecordBatches of only the column `field`.
+    """Open a .jsonl, .parquet or .csv file as pyarrow RecordBatches with only the column `field`.
 
     The column's type is given, so pyarrow does not infer it: text that looks like a date stays
     text.

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 class Loader:
     """Cuts concatenated shards into rows of `context` input tokens and their next tokens.
 
-    An epoch cuts its rows starting at a random offset, and visits each row once in random order.
+    Each epoch cuts its rows from a new random offset, and visits each row once, in random order.
     Row n of step s is row s * `batch_size` + n, counted across epochs. Raises ValueError if the
     text is too short for one batch.
     """
@@ -92,7 +92,7 @@ class Loader:
 
 
 def advise_random_access(shard: np.ndarray) -> None:
-    """Tell the system not to read ahead in a shard, which begins a memory-mapped file.
+    """Tell the system not to read ahead in a shard, the start of a memory-mapped file.
 
     It would otherwise read megabytes for each row that is not in memory. The rest of the file,
     which may be held out, is still read ahead.
@@ -117,7 +117,7 @@ def shuffle(indices: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
 
 
 def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers below side * side, uint64, in one round for each key."""
+    """Permute uint64 numbers below side * side, in one round per key."""
     # A round changes one digit by a function of the other digit, which it keeps. Every round is
     # therefore invertible, and the network is a permutation.
     high, low = np.divmod(numbers, side)
@@ -138,7 +138,7 @@ def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
 
 
 def document_ids(inputs: Tensor, bos: int) -> Tensor:
-    """inputs (B, T) -> the index (B, T) of each token's document in its row; BOS begins one."""
+    """inputs (B, T) -> the index (B, T) of each token's document in its row. BOS begins each."""
     return (inputs == bos).cumsum(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Convert documents to token shards, once: later runs find the shards in a cache by their hash.
+"""Convert documents to token shards once; later runs find the shards in a cache, by hash.
 
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.
@@ -50,7 +50,7 @@ class Source:
         return None
 
     def identity(self) -> str:
-        """Return a string that is equal for two sources if and only if their documents are."""
+        """Return a string that two sources share if and only if their documents are equal."""
         # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
@@ -113,13 +113,13 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
 
 
 def folder_name(source: Source, identity: str, vocabulary: int | str) -> str:
-    """Name a text's cache folder, given a tokenizer's SHA-256 or a new one's vocabulary size."""
+    """Name a text's cache folder by a tokenizer's SHA-256 or a new tokenizer's vocabulary size."""
     key = text_hash(json.dumps([VERSION, identity, vocabulary]))
     return f"{type(source).__name__.lower()}-{key[:16]}"
 
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether the corpus in `folder` has the same tokenizer files."""
+    """Whether the corpus in `folder` has the files of this tokenizer."""
     for name, content in tokenizer.files.items():
         file = folder / name
         if not file.exists() or file.read_bytes() != content:
@@ -257,7 +257,7 @@ def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list
 
 
 def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, str]]:
-    """Split documents of more than PART_CHARS characters between two tokens.
+    """Split documents of more than PART_CHARS characters at token boundaries.
 
     Yields each part with the character before it, which is empty for a document's first part.
     """

@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read the numbers at the start of a file, by HEADER_FIELDS; fewer if the file is shorter."""
+    """Read the numbers at the start of a file, named by HEADER_FIELDS; fewer if it is shorter."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

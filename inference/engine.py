@@ -23,8 +23,8 @@ NUM_WARM_UPS = 3
 class Engine:
     """Extends sequences token by token, several at a time.
 
-    Each row of the cache decodes one sequence at a time; the cache must have room for all of
-    the longest sequence, or for a full context. Without a cache, there is one row, and each step
+    Each row of the cache decodes one sequence at a time; the cache must have room for the
+    longest sequence, or for a full context. Without a cache, there is one row, and each step
     recomputes all of its tokens; the samples are the same. A prompt is prefilled in chunks of
     `prefill_chunk` tokens. A sequence that outgrows the context loses its older half and is
     prefilled again.

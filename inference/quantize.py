@@ -1,4 +1,4 @@
-"""Linear layers for decoding: products for a few tokens at memory speed, and int8 weights.
+"""Linear layers for decoding: fast products with a few tokens, and int8 weights.
 
 On a CPU, torch's products reach a quarter of the memory bandwidth; the kernels in matvec.cpp reach
 most of it.
@@ -67,12 +67,12 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 
 
 def matvec_result(x: Tensor, w: Tensor, w_scale: Tensor | None = None) -> Tensor:
-    """x (..., N), w (M, N), w_scale (M,) -> an empty (..., M); torch.compile needs its shape."""
+    """x (..., N), w (M, N), w_scale (M,) -> an empty tensor (..., M), for torch.compile."""
     return x.new_empty(*x.shape[:-1], len(w))
 
 
 def compile_matvec(library: Path, compiler: str) -> None:
-    """Compile the kernels; the library gets its name once it is complete. Raises OSError.
+    """Compile the kernels; the library gets its final name once it is complete. Raises OSError.
 
     torch.utils.cpp_extension.load would need ninja, even to load a compiled library.
     """

@@ -19,7 +19,10 @@ class Scaling:
     factor: float
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
-        """Divide by `factor` where `unscaled` (R/2,) is 0, keep where it is 1; blend in between."""
+        """Divide frequencies by `factor` where `unscaled` (R/2,) is 0; keep them where it is 1.
+
+        In between, blend the two.
+        """
         return frequency * (unscaled + (1 - unscaled) / self.factor)
 
 

@@ -239,7 +239,7 @@ def load_model_config(checkpoint: Path) -> dict:
 
 
 def dry_run(tree: dict) -> nn.Module:
-    """Build a model on the meta device, without memory, and run two tokens through it.
+    """Build a model on the meta device, which needs no memory, and run two tokens through it.
 
     The first call in a process takes a second, because torch then imports further modules.
     """

@@ -196,7 +196,7 @@ class Parser(argparse.ArgumentParser):
         self.error(problem, fix)
 
     def check_positionals(self, words: list[str]) -> None:
-        """Exit with an error for a run without --run, or a new folder without --out.
+        """Exit with an error for a run given without --run, or a new folder without --out.
 
         The fix includes all missing options.
         """

@@ -139,7 +139,7 @@ def report_folder_errors() -> Iterator[None]:
 
 
 def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
-    """Return the newest runs/name that is the same run, or else the newest runs/name, if any."""
+    """Return the newest runs/name that passes is_same_run(), else the newest runs/name, if any."""
     now = settings.model_dump() | corpus_identity
     runs = runs_of(settings.name)
     same_runs = [run for run in runs if is_same_run(run, now)]
@@ -251,7 +251,7 @@ def check_run_dir(run: Path, resume: bool) -> None:
 
 
 def is_same_run(run: Path, now: dict) -> bool:
-    """Return whether a run began with `init_from` as in `now`, and can be resumed with `now`."""
+    """Return whether a run began with the `init_from` of `now`, and can be resumed with `now`."""
     with suppress(IntegrityError):
         then = newest_config(run)
         _, refused = changes_since(then, now)

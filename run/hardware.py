@@ -199,11 +199,11 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def use_huge_pages() -> None:
-    """Let torch ask Linux for huge pages for tensors of 2 MiB or more; call before the first tensor.
+    """Let torch request huge pages for tensors of 2 MiB or more; call before the first tensor.
 
     Decoding reads all weights for each token. With pages of 4 KiB, which is the default on most
-    systems, looking up the addresses takes up to half of that time
-    (docs.kernel.org/admin-guide/mm/transhuge.html). Training does not gain.
+    systems, looking up the addresses takes up to half of the time
+    (docs.kernel.org/admin-guide/mm/transhuge.html). Training does not benefit.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

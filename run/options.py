@@ -150,7 +150,7 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def options_problem(
     overrides: list[str], options: dict[str, str], check: Callable[[list[str]], object] = compose
 ) -> str:
-    """Return an error line, with a fix, for Hydra options and for options that are overrides here.
+    """Return an error line, with a fix, for Hydra options and for options that should be overrides.
 
     `check` raises for overrides that the command does not accept.
     """
@@ -190,7 +190,7 @@ def as_overrides(
 ) -> str:
     """Return the fix for options that should have been given as overrides.
 
-    `words` are these overrides, `overrides` are the ones already given.
+    `words` are these options as overrides; `overrides` are the ones already given.
     """
     try:
         check([*overrides, *words])

@@ -180,11 +180,11 @@ class Settings(BaseModel):
             )
 
     def sequences_per_process(self, world_size: int) -> int:
-        """Return the number of the batch's sequences per process."""
+        """Return the number of sequences in each process's share of a batch."""
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Return sequences per device and forward; if null, the largest divisor up to `most`."""
+        """Return sequences per device and forward pass; null: the largest divisor up to `most`."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
@@ -194,9 +194,9 @@ class Settings(BaseModel):
 def compose(overrides: list[str], typed: list[str] | None = None) -> Settings:
     """Compose the settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    If `overrides` is one combination of a sweep, `typed` has the overrides with the sweep itself,
-    as errors name them. Raises OverrideError for an unknown key or a value that cannot be parsed,
-    and ValueError, with a line for each problem, for values that are not allowed.
+    If `overrides` is one combination of a sweep, `typed` has the overrides as the user typed them,
+    with the sweep, for error messages. Raises OverrideError for an unknown key or a value that
+    cannot be parsed, and ValueError, with a line for each problem, for values that are not allowed.
     """
     import hydra
     from hydra.errors import HydraException
@@ -292,7 +292,7 @@ def first_value(override: "Override") -> str:
 
 
 def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
-    """Return an error line for an override with several values: a comparison, a list or text."""
+    """Return an error line for several values, which may be a comparison, a list or text."""
     key, _, value = sweep.partition("=")
     sweep = nearest_choice(sweep)
     if is_one_number(value):
@@ -521,7 +521,7 @@ def check_choices(group: str, names: list[str]) -> None:
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """Return the choice closest to each name, without duplicates; names far from all are kept."""
+    """Return the choice closest to each name, without duplicates; a name far from all stays."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -555,7 +555,7 @@ def unknown_choices(group: str, names: list[str]) -> str:
 
 
 def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison: bool) -> str:
-    """Return an error line, with a fix, for the overrides `wrong` among `words` with unknown keys.
+    """Return an error line, with a fix, for `wrong`, the overrides in `words` with unknown keys.
 
     `own` maps the keys of the chosen presets to their values.
     """
@@ -601,8 +601,8 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
 def nearest_key(key: str, own: dict) -> str | None:
     """Return the known key closest to a mistyped one; None if no key is close.
 
-    It may be a group, a key of the chosen presets, or a key of another preset after its choice,
-    such as data=text data.path.
+    It may be a group, a key of the chosen presets, or a key of another preset preceded by its
+    choice, such as data=text data.path.
     """
     # model.head yields model.heads, although optimizer.reference.head exists.
     parent = key.rpartition(".")[0]
@@ -618,7 +618,7 @@ def nearest_key(key: str, own: dict) -> str | None:
 
 
 def known_override(key: str, value: str, own: Collection[str], others: Collection[str]) -> str:
-    """Return an override that replaces another program's, and is valid with the chosen presets.
+    """Return an override that replaces a foreign one and is valid with the chosen presets.
 
     `others` has the keys of all such replacements, which may choose a different preset.
     """
@@ -640,7 +640,7 @@ def choices(group: str = "*") -> list[str]:
 
 
 def preset_keys() -> list[str]:
-    """Return the keys of all presets after their choice, as users type them: data=text data.path.
+    """Return the keys of all presets, each preceded by its choice, as in data=text data.path.
 
     The keys are sorted by length, so that the simplest preset with a key comes first.
     """

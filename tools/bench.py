@@ -165,7 +165,7 @@ def summarize(name: str, turns: list[dict], tokens: int) -> dict:
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
-    """Return the FLOP/s of large matrix products: known for a GPU, measured on a CPU."""
+    """Return the FLOP/s of large matrix products: a GPU's peak if known, or else measured."""
     peak_flops = hardware.peak_flops(device)
     if peak_flops is not None:
         return peak_flops
@@ -365,7 +365,7 @@ def random_tokens(settings: Settings, length: int, device: torch.device) -> Tens
 
 
 def transformers_llama(settings: Settings) -> nn.Module:
-    """Return a LlamaForCausalLM of the same shape, with random weights."""
+    """Return a LlamaForCausalLM of the same shape as our model, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # Decoding must not end early.
@@ -374,7 +374,7 @@ def transformers_llama(settings: Settings) -> nn.Module:
 
 
 def llama_config(settings: Settings) -> dict:
-    """Raise ValueError if LlamaForCausalLM cannot have this shape."""
+    """Return the model's config.json. Raises ValueError unless it fits LlamaForCausalLM."""
     config = hf_config.to_hf_config(settings.model)
     if config["model_type"] != "llama" or settings.document_mask:
         raise ValueError(

@@ -33,7 +33,7 @@ EVALUATION_COMPILATION = 0.5
 
 
 def planned_steps(settings: Settings, loader: Loader) -> float:
-    """Return the optimizer steps of a run if `max_minutes` is ignored; infinite if unbounded."""
+    """Return the number of optimizer steps, ignoring `max_minutes`; infinite if unbounded."""
     if settings.steps is not None:
         return settings.steps
     if settings.tokens_per_parameter is not None:
@@ -46,7 +46,7 @@ def planned_steps(settings: Settings, loader: Loader) -> float:
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
-    """Return the number of optimizer steps, at least 1, that read each row at most `epochs` times.
+    """Return the largest number of steps, at least 1, that reads each row at most `epochs` times.
 
     Infinite if no row repeats.
     """
@@ -107,7 +107,7 @@ class TimeBudget:
         self.is_resumed = True
 
     def fit(self, progress: Progress) -> bool:
-        """Estimate after each step how many steps fit into `max_minutes`, and fit the number.
+        """Re-estimate how many steps fit into `max_minutes`, and update their number if needed.
 
         Returns True after the step at which the number of steps is fitted for the first time.
         """
@@ -210,7 +210,7 @@ class TimeBudget:
         return self.count_room(step, seconds / (step - timed_from)), is_final
 
     def count_room(self, step: int, step_seconds: float) -> float:
-        """Return the steps, with evaluations, samples and saves, that fit into the time left."""
+        """Return how many steps, with evaluations, samples and saves, fit into the time left."""
         settings = self.settings
         seconds_left = self.seconds_left()
         expected_steps = step + seconds_left / step_seconds

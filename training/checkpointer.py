@@ -117,7 +117,7 @@ class Checkpointer:
         self.micro_batch_size = micro_batch_size
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint unless the step has one. Exits with code 4 if the run diverged."""
+        """Write the step's checkpoint unless it exists. Exits with code 4 if the run diverged."""
         if progress.saved_step == progress.step:
             return
         self.meter.check_finite(progress)

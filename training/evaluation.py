@@ -121,7 +121,7 @@ class Evaluator:
         self.eval_tokens: int | None = None  # per evaluation; None until the first is planned
 
     def plan_tokens(self, progress: Progress) -> int:
-        """Return the held-out tokens per evaluation; extending a run does not change them."""
+        """Return the number of held-out tokens per evaluation, unchanged if the run is extended."""
         if self.eval_tokens is None or self.settings.eval_tokens is not None:
             self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
         return self.eval_tokens

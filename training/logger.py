@@ -174,7 +174,7 @@ class Logger:
                 self.wandb.finish()
 
     def plot(self) -> None:
-        """Plot loss.png, and report if the held-out loss has risen."""
+        """Draw loss.png, and report if the held-out loss has risen."""
         if not self.is_enabled:
             return
         try:

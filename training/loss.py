@@ -34,11 +34,11 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """logits (N, V) after the soft-cap, targets (N,) -> the objective, TARGET_METRICS (3, N).
 
-    The objective is summed over targets. A target contributes its nats, mixed at `distill_weight`
-    with the cross-entropy against the teacher's probabilities, plus the penalty `z_loss`.
+    The objective is summed over targets. A target contributes its nats, mixed with the
+    cross-entropy against the teacher's probabilities (weight `distill_weight`), plus the z-loss.
 
     The metrics have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
-    may share the highest logit; a target among them is correct.
+    may share the highest logit; a target among them counts as correct.
     """
     assert logits.ndim == 2 and targets.shape == logits.shape[:1], (logits.shape, targets.shape)
     is_counted = targets != IGNORE_INDEX
@@ -184,7 +184,7 @@ class LanguageModelLoss(nn.Module):
     Training minimizes the objective, summed over targets: the cross-entropy, mixed with the
     teacher's cross-entropy, the penalty, and the model's weighted auxiliary losses. The metrics
     have one number per target and no gradient: TARGET_METRICS, and the auxiliary losses by name.
-    They contain neither penalty nor teacher, so that runs with and without these are comparable.
+    They exclude the penalty and the teacher, so that runs with and without these are comparable.
 
     With positions (N,), indices into inputs.flatten(), the N targets and metrics belong only to
     these tokens, such as the questions of a task, and the head computes no other logits.

@@ -12,7 +12,7 @@ STATE_PER_WEIGHT = 2  # maximum number of optimizer values per weight
 def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
     """Return the sequences per device and forward pass: a divisor of the batch, equal on all ranks.
 
-    With micro_batch=null, a GPU gets the largest one that fits into memory, a CPU a small one.
+    With micro_batch=null, a GPU gets the largest one that fits into memory; a CPU gets a small one.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
@@ -54,7 +54,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """Return the peak of allocated GPU bytes in a forward and backward pass of `sequences`."""
+    """Return the peak allocated GPU bytes during a forward and backward pass of `sequences`."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)

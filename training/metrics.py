@@ -37,7 +37,7 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """Return the loss of answers in nats, and accuracies: by size, mean, and by length slice."""
+    """Return the answers' loss in nats, and accuracies: by size, their mean, and by length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
     # The classes of a task are its sizes: each size has a metric for its accuracy.

@@ -95,7 +95,7 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
 
 
 def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
-    """Compile the training step with torch.compile when it first runs."""
+    """Let torch.compile compile the training step when it first runs."""
     # FSDP gathers weights before each block, so each block is compiled separately, and the loss is
     # not compiled. On a CPU, compiling blocks and loss separately saves a third of the compile
     # time, because most blocks share their code; but the blocks of a teacher would not be compiled.

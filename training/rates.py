@@ -7,7 +7,7 @@ follow from it. docs/rates.md has the measurements.
 Roles. Embedding, head and vectors have separate rates, given as multiples of `lr`.
 
 Width. The step of a matrix should change its outputs equally at every width. Adam changes each
-element by about its rate, and the changes of a row add up: so the rates of matrices and of the head
+element by about its rate, and the changes in a row add up, so the rates of matrices and of the head
 fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm equal to its rate, and
 needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector multiplies features
 one by one: they need no factor either. The rate of a tied embedding is the geometric mean of the

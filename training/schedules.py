@@ -27,7 +27,7 @@ def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
 
 
 def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) -> float:
-    """Warm up, stay at the peak, fall linearly to `floor`. WSD: Hägele, 2405.18392.
+    """Warm up, stay at the peak, then fall linearly to `floor`. WSD: Hägele, 2405.18392.
 
     `cooldown` is the fraction of all steps during which the rate falls.
     """

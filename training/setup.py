@@ -52,7 +52,7 @@ def set_up_run(
 
 
 def check_buildable(settings: Settings) -> Settings:
-    """Build all parts without memory, and run two tokens through the model.
+    """Build all parts without allocating memory, and run two tokens through the model.
 
     Raises ValueError for parts that cannot be built or do not fit together.
     """
@@ -138,7 +138,7 @@ def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
 
 
 def open_run_corpus(path: Path, config: dict) -> Corpus:
-    """Reopen the text of a run, given a checkpoint `path`, which has the tokenizer, and its config.
+    """Reopen the text of a run, given its config and a checkpoint `path`, which has the tokenizer.
 
     Raises ValueError if the text has changed since the run was trained on it.
     """

@@ -98,7 +98,7 @@ class Trainer:
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
         """Take an optimizer step over `batch_tokens` tokens across all ranks.
 
-        A forward pass takes `micro_batch_size` rows. The first step of a process compiles.
+        A forward pass takes `micro_batch_size` rows. A process's first step compiles the model.
         """
         factor = self.schedule(progress.step, progress.total_steps)
         set_learning_rates(self.optimizers, factor * self.run_factor(progress.expected_steps))

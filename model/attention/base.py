@@ -56,7 +56,7 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def attention_flops(self, context: int) -> float:
-        """Return forward FLOPs per token, without matmuls by weights, averaged over a context."""
+        """Return forward FLOPs per token, excluding weight matmuls, averaged over a context."""
 
     def cache_shapes(self) -> dict[str, Shape]:
         """Return, by name, the shapes of the features that the cache stores for each token."""

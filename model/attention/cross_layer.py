@@ -15,8 +15,8 @@ class SharedAttention(SoftmaxAttention):
     """Each group of layers shares the keys and values of its first layer, which alone has a cache.
 
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
-    (Brandon et al., 2405.12981). With "half", the layers in the second half reuse those of the
-    first layer in that half (Sun et al., 2405.05254). Also takes SoftmaxAttention's knobs.
+    (Brandon et al., 2405.12981). With "half", all layers in the second half reuse the keys
+    and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's knobs.
     """
 
     def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):

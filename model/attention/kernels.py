@@ -113,7 +113,7 @@ def blockwise_attention(
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions, first: int = 0
 ) -> Tensor:
-    """Compute attention with an explicit softmax, dividing by its sum after the product with v.
+    """Compute attention with an explicit softmax, normalized only after the product with v.
 
     `first` is the index of the block's first query among all T queries, for the bias.
     The backward uses the saved exponentials, in the dtype of v, instead of fp32 scores.
@@ -158,7 +158,7 @@ class Exponential(torch.autograd.Function):
 
 
 def vector_matmul(vector: Tensor, matrix: Tensor) -> Tensor:
-    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; compiled to one loop, no library call."""
+    """(..., 1, N) x (..., N, M) -> (..., 1, M), in fp32; compiled to a loop, not a library call."""
     return (fp32(vector).mT * fp32(matrix)).sum(dim=-2, keepdim=True)
 
 
@@ -270,13 +270,13 @@ def fused_attention_kernel(
 
 
 def can_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether FlashAttention supports these queries on a GPU: it needs Ampere or newer, no mask."""
+    """Whether FlashAttention supports these queries on a GPU: Ampere or newer, and no mask."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
 
 
 def can_flex_attention(q: Tensor, v: Tensor) -> bool:
-    """Whether the GPU has the shared memory that FlexAttention needs for heads of this width."""
+    """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
     gpu = torch.cuda.get_device_properties(q.device)
     is_narrow = max(q.shape[-1], v.shape[-1]) <= MAX_SMALL_WIDTH
     return gpu.major >= 8 and (is_narrow or gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY)

@@ -366,7 +366,7 @@ def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b for square matrices; small products as sums, which the compiler can fuse."""
+    """Compute a @ b for square matrices; small ones become sums, which the compiler can fuse."""
     if a.shape[-1] < MIN_PRODUCT_SIZE:
         return (a[..., None] * b[..., None, :, :]).sum(dim=-2)
     return a @ b

@@ -1,6 +1,6 @@
 """A causal depthwise convolution over the last few tokens.
 
-Gated DeltaNet and Canon layers (2512.17351) use it to mix neighbouring queries, keys and values.
+Gated DeltaNet and Canon layers (2512.17351) use it to mix neighboring queries, keys and values.
 """
 
 import torch

@@ -181,11 +181,12 @@ class SoftmaxAttention(Attention):
     def own_feature(
         self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, in_reach: Tensor
     ) -> Tensor:
-        """Return the new tokens' feature (B, T, K, E) as the tokens see it when attending to it.
+        """Return the new tokens' feature (B, T, K, E) as attention to these tokens reads it.
 
         `extend_cache` took `new` (B, T, K, E) and returned `in_reach` (B, S, K, E). If `in_reach`
-        holds the cache's slots (S = size), the feature is read from them, because int8 has rounded
-        it. A ring that receives several tokens returns the new features unrounded, after its slots.
+        holds the cache's slots (S = size), the feature is read from them, because an int8 cache has
+        rounded it. A ring that receives several tokens returns the new features unrounded, after
+        its slots.
         """
         if cache is None or in_reach.shape[1] != cache.size:
             return new

@@ -100,7 +100,7 @@ def visible_mask(visible: Visibility) -> Tensor:
 
 
 class BlockAttention(SparseAttention):
-    """MoBA: queries attend to their own block of keys and similar earlier blocks. Lu, 2502.13189.
+    """MoBA: a query attends to its own block of keys and to similar earlier ones. Lu, 2502.13189.
 
     A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. The
     similarity is the product of the query and the mean of the block's keys, without learned

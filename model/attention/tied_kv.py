@@ -12,8 +12,8 @@ from model.layers import rms, split_heads
 class TiedAttention(SoftmaxAttention):
     """Keys are the projection, normalized and rotated; values are the projection / its RMS.
 
-    Takes SoftmaxAttention's knobs. Norm and RoPE are applied when the cache is read, which halves
-    the cache's size.
+    Takes SoftmaxAttention's knobs. The cache stores only the projection, which halves its size;
+    norm and RoPE are applied when it is read.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):

@@ -96,7 +96,7 @@ def judge_measure(
 
 
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
-    """Withhold the verdict if the variant or the baseline may not have been at its best.
+    """Withhold a variant's verdict if it or the baseline may not have been at its best.
 
     Either its best learning rate may be outside the tried range, or some of its seeds diverged, so
     that the remaining seeds are a biased sample.

@@ -95,7 +95,7 @@ class Job:
         self.log = log
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; with the same time limit, train on its number of tokens."""
+        """Compile if the baseline did; with its time limit, train on the baseline's token count."""
         if self.baseline is None:
             return
         settings = compose(self.overrides)

@@ -52,9 +52,9 @@ class Rung(NamedTuple):
 class Trend(NamedTuple):
     """How a variant's difference from the baseline changes with the training compute.
 
-    `slope` is the change of the difference per tenfold compute; `low` and `high` are the bounds of
-    its interval. With a probability of 95%, the intervals of all variants contain the true slopes.
-    The bounds are NaN if a size has no spread between seeds.
+    `slope` is the change in the difference when compute grows tenfold; `low` and `high` are the
+    bounds of its interval. With a probability of 95%, the intervals of all variants contain the
+    true slopes. The bounds are NaN if a size has no spread between seeds.
     """
 
     slope: float

@@ -55,7 +55,7 @@ def slice_loss(run: Run, name: str) -> float | None:
 
 
 def length_change(run: Run) -> float | None:
-    """Return the rise of the loss at 4 times the training context, on the same targets."""
+    """Return the rise in the loss at 4 times the training context, on the same targets."""
     if not run.lengths:
         return None
     return run.lengths["4"] - run.lengths["1"]
@@ -109,7 +109,7 @@ def tokens_until_solved(runs: list[Run]) -> float:
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure longer contexts and decoding for runs without these results that have a checkpoint.
+    """Measure longer contexts and decoding for runs with a checkpoint that lack these results.
 
     The measurements are stored in the records of the comparison.
     """

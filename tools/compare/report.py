@@ -309,7 +309,7 @@ def add_costs(page: Page, groups: Groups) -> str:
 def describe_speeds(groups: Groups) -> str:
     """Describe whether training speeds can be compared: the machines and other programs' load.
 
-    On a GPU, the load is shown but does not decide, because most of it slows nothing down.
+    On a GPU, the load is shown but otherwise ignored, because most of it slows nothing down.
     """
     runs = [run for members in groups.values() for run in members]
     machines = [run.settings.get("machine", {}) for run in runs]

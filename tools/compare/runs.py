@@ -101,7 +101,7 @@ class Run:
         return cls(folder, settings, lines, done, math.nan if speed is None else speed, load)
 
     def append_to_records(self) -> None:
-        """Append the run, but only its evaluations, to the records next to the run's folder."""
+        """Append the run, with only its evaluations, to the records next to its folder."""
         evaluations = [line for line in self.lines if "val_loss" in line]
         for line in evaluations[:-1]:
             line.pop("slices", None)

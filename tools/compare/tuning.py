@@ -15,7 +15,7 @@ Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if 
 
 
 class Optimum(NamedTuple):
-    """The best factor of the rates, and how much the loss rises if it is off by a factor of two.
+    """The best factor for the rates, and how much the loss rises at half or twice that factor.
 
     If the best factor is not `inside` the tried range, a better factor may lie outside.
     """

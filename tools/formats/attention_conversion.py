@@ -35,7 +35,7 @@ NEW_PARTS = {
 
 
 def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Convert a layer's old weights -> the new weights, and the changes of the layer.
+    """Convert a layer's old weights -> the new weights, and the changes to the layer.
 
     Weights that are missing keep their initial values. Raises ValueError if there is no formula.
     """

@@ -175,7 +175,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 @torch.no_grad()
 def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
-    """Load a checkpoint's weights into a model with a new attention -> the changes of each layer.
+    """Load a checkpoint's weights into a model with a new attention -> the changes to each layer.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
     values. Raises ValueError for a conversion without a formula.

@@ -120,7 +120,7 @@ class Architecture:
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         """Return the entries of config.json that only this class has.
 
-        If a knob is null, `layers` has the value that its attention derived.
+        For a knob that is null in `tree`, `layers` has the value that the attention derived.
         Raises ValueError for options that the class cannot express.
         """
         entries = dict(self.constants)
@@ -133,7 +133,7 @@ class Architecture:
         return {}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        """Return the class's tensor `name`, made from the parameters of ours that it holds."""
+        """Return the class's tensor `name`, assembled from `parts`, parameters of our model."""
         if len(parts) > 1:
             return torch.cat(parts)
         return parts[0]

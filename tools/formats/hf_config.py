@@ -135,7 +135,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
 
 
 def choose_architecture(tree: dict, layers: list[dict]) -> str:
-    """Return the first class that can express a model. Raises ValueError if no class can."""
+    """Return the name of the first class that fits a model. Raises ValueError if none does."""
     misfits = {name: each.misfits(tree, layers) for name, each in ARCHITECTURES.items()}
 
     # The nearest class has the right mechanism and the fewest misfits, preferably in the norms,

@@ -44,7 +44,7 @@ class Layers:
     def moment(self, layer: int) -> Tensor:
         """Return the mean (D, D) of x x^T over the inputs x of a layer's attention.
 
-        The inputs are assumed to be white noise, scaled and shifted by the norm before.
+        The inputs are assumed to be white noise, scaled and shifted by the preceding norm.
         """
         norm = f"blocks.{layer}.attention_norm."
         weight = self.stored[norm + "weight"].float()  # (D,)

@@ -19,7 +19,7 @@ WHOLE = "model.safetensors"  # the file name of a model in a single file
 
 
 def file_names(model: Transformer, architecture: str) -> dict[str, str]:
-    """Map our names of parameters and persistent buffers to the names in the class."""
+    """Map our names for parameters and persistent buffers to the names in the class."""
     adapter = ARCHITECTURES[architecture]
     found = {}
     for name in model.state_dict():
@@ -87,7 +87,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a model in several files.
+    """Return the file of each tensor of a model that is stored in several files.
 
     Raises IntegrityError for an index that is malformed, or names files that are missing or not in
     its folder.
