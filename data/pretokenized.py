@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read the numbers at the start of a file, named by HEADER_FIELDS; fewer if it is shorter."""
+    """Read a file's header fields by name (HEADER_FIELDS); a file that is too short has fewer."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

@@ -164,7 +164,7 @@ class Tokenizer:
         return cls({cls.FILE: model.getvalue()})
 
     def set_special_ids(self, special: dict) -> None:
-        """Set the ids of BOS and one or more EOS, given the keys of a generation_config.json."""
+        """Set the BOS id and one or more EOS ids from the contents of a generation_config.json."""
         eos_ids = special["eos_token_id"]
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]

@@ -201,7 +201,7 @@ def last_part(key: str) -> str:
 def translate(
     foreign: dict[str, str], given: dict[str, str], typed: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Translate keys of other programs -> our overrides as a dict, and remarks.
+    """Translate keys of other programs into our overrides; return these as a dict, and remarks.
 
     `foreign` maps keys in TEMPLATES or REASONS to their values. `given` maps our own keys, which
     the formulas need, to their values; `typed` contains the keys that the user has set.

@@ -58,7 +58,10 @@ def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
         shape = parameters[name].shape
         for key, value in values.items():
             if isinstance(value, Tensor) and broadcast_shape(value.shape, shape) != shape:
-                raise ValueError(f"{key} of {name} has the shape {[*value.shape]}")
+                raise ValueError(
+                    f"{key} of {name} does not fit the parameter "
+                    f"({[*value.shape]}, expected {[*shape]})"
+                )
 
 
 def broadcast_shape(first: torch.Size, second: torch.Size) -> torch.Size | None:

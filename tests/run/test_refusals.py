@@ -435,7 +435,7 @@ def test_integers_can_be_written_with_an_exponent(typed, value):
     assert repr(getattr(compose([typed]), key)) == repr(value)
 
 
-def test_integers_in_groups_can_be_written_with_an_exponent():
+def test_integers_in_config_groups_can_have_an_exponent():
     settings = compose(["data.vocab_size=8e3", "model.dim=1.28e2", "context=1e3", "clip=1e0"])
     sizes = (settings.data["vocab_size"], settings.model["dim"], settings.model["context"])
     assert repr(sizes) == "(8000, 128, 1000)" and repr(settings.clip) == "1.0"

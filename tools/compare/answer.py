@@ -173,7 +173,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
 
 
 def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
-    """Find the data that the runs lack; the variant with the least data determines it."""
+    """Find the data that the runs lack, judged by the variant that has the least."""
     groups = comparison.groups
     firsts = [runs[0] for runs in groups.values()]
     data = []

@@ -185,7 +185,7 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width that gives the model the `target` size, or keep it if close enough.
+    """Find the feed-forward width that gives the model the `target` size: the current one, if close.
 
     Returns None if there is no such width.
     """

@@ -19,7 +19,7 @@ WHOLE = "model.safetensors"  # the file name of a model in a single file
 
 
 def file_names(model: Transformer, architecture: str) -> dict[str, str]:
-    """Map our names for parameters and persistent buffers to the names in the class."""
+    """Map our names for parameters and persistent buffers to the transformers class's names."""
     adapter = ARCHITECTURES[architecture]
     found = {}
     for name in model.state_dict():
