@@ -112,7 +112,7 @@ class Task(Source):
         )
 
     def size_of(self, number: int) -> int:
-        """Return the number of answers of a row."""
+        """Return how many answers a row has."""
         return self.sizes[number % len(self.sizes)]
 
     def floor(self) -> float:

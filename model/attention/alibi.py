@@ -40,7 +40,7 @@ class ALiBi(SoftmaxAttention):
 
 
 def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the query's position minus the key's, given the indices of both in a row."""
+    """Return the query's position minus the key's, given the index of each within the row."""
     query_position = at_tokens(visible.query_positions, row, query)
     return query_position - at_tokens(visible.key_positions, row, key)
 

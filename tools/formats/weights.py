@@ -79,7 +79,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         if file_of and named != read.keys():
             different = ", ".join(sorted(named ^ read.keys())[:3])
             raise IntegrityError(
-                f"the index does not match a file ({index}: {different} of {file.name}). "
+                f"the index and {file.name} list different tensors ({index}: {different}). "
                 f"fix: {FETCH_AGAIN}"
             )
         tensors |= read
