@@ -283,7 +283,7 @@ def first_value(override: "Override") -> str:
     if override.is_sweep_override():
         if not override.is_discrete_sweep():  # such as interval(0,1)
             fix = re.sub(r"=.*\((.*)\)$", r"=\1", sweep)
-            raise OverrideError(f"list values instead of an interval ({sweep}). fix: {fix}")
+            raise OverrideError(f"an interval cannot be swept ({sweep}). fix: {fix}")
         values = next(override.sweep_string_iterator())
     first = values.partition(",")[0]
     if key in CHOSEN:
@@ -335,7 +335,7 @@ def check_key(key: str, word: str) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise ValueError for another program's text value, unless it is an existing path."""
+    """Raise ValueError for a value that only other programs accept, unless it is an existing path."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
         raise ValueError(f"None must be written as null ({key}={value}). fix: {fix}")
@@ -442,7 +442,7 @@ def as_integer(override: str) -> str:
 
 
 def as_text(override: str) -> str:
-    """Quote the value of one of TEXT_KEYS, unless it is null, quoted, or a list."""
+    """Quote an override's value if its key is in TEXT_KEYS; keep null, lists and quoted values."""
     key, _, value = override.partition("=")
     if key not in TEXT_KEYS or re.match("""null$|$|["'[]""", value):
         return override

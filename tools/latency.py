@@ -24,7 +24,7 @@ greedy = partial(sample, temperature=0)
 
 
 def latencies(runs: dict[str, Path]) -> Latencies:
-    """Map run names to the median decoding time in ms at full context, by column title.
+    """Map each run name to its median decoding times in ms at full context, by column title.
 
     Models are loaded as generate.py loads them: not compiled, and captured on CUDA. They take
     turns, so that a slowdown of the machine affects all of them.

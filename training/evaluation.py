@@ -181,7 +181,7 @@ class Evaluator:
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:
-        """Generate a text from the start of a document; a signal cuts it short.
+        """Generate text from the start of a document; a signal cuts it short.
 
         All ranks compute the same text; with a sharded model, they compute each token together.
         """

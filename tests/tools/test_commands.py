@@ -104,7 +104,7 @@ def test_the_error_for_a_misplaced_argument_suggests_its_option(command, drawn_r
 
 
 @pytest.mark.parametrize("call", ["export_hf runs/drawn", "attention_map runs/drawn Ann"])
-def test_the_suggested_fix_for_a_misplaced_run_works(command, drawn_run, call):
+def test_the_suggested_fix_for_a_misplaced_run_argument_works(command, drawn_run, call):
     name, *words = call.split()
     fixed = [word for word in words if word != "runs/drawn"]
     command(f"tools/{name}.py", *fixed, *MISPLACED[call].split()).succeeded()

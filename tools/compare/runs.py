@@ -146,7 +146,7 @@ class Run:
 
     @cached_property
     def floor(self) -> float | None:
-        """The accuracy in a task when answering without a lookup; None for text."""
+        """The accuracy on a task of the best constant answer for each row; None for text."""
         if self.task == "text":
             return None
         return instantiate(self.settings["data"], "data").floor()

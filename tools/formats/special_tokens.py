@@ -226,7 +226,7 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
 def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
     """Return a SentencePiece model that adds a space before a text if and only if `adds_space`.
 
-    Raises ValueError if `adds_space` is None and the default of transformers is not the model's.
+    Raises ValueError if `adds_space` is None and the model differs from transformers' default.
     """
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
@@ -369,7 +369,7 @@ def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenize
 
 
 def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
-    """Return the ids of BOS, EOS or padding: `eos_token_id` (int or list), or by `eos_token`."""
+    """Return the ids of BOS, EOS or padding: `eos_token_id` (int or list), or the id of `eos_token`."""
     ids = settings.get(f"{kind}_token_id", [])
     if ids == []:
         # A token may be a dict of its content and options.
