@@ -92,7 +92,7 @@ class Loader:
 
 
 def advise_random_access(shard: np.ndarray) -> None:
-    """Tell the system not to read ahead in a shard, the start of a memory-mapped file.
+    """Tell the system not to read ahead in a shard, which starts a memory-mapped file.
 
     It would otherwise read megabytes for each row that is not in memory. The rest of the file,
     which may be held out, is still read ahead.

@@ -74,7 +74,7 @@ def test_file_names_are_unique():
     assert len(names) == len(set(names))
 
 
-def test_the_count_of_lines_in_the_readme_is_correct():
+def test_the_line_count_in_the_readme_is_correct():
     """Counts all files that the commands import, also in functions and for default presets."""
     settings = compose([]).model_dump()
     named = {
