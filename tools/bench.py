@@ -6,7 +6,7 @@
         greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with weights in this precision
         and in int8, and `generate` of `transformers` with its default cache and compiled
 
-It takes the overrides of train.py, except context and batch_tokens for decoding, which are fixed.
+It takes the overrides of train.py. For decoding, context and batch_tokens are fixed.
 The competitors are concurrent processes that take turns, so that a temporary slowdown of the
 machine affects all of them. A JSON line is printed for each with its medians, and the last line has
 the speed ratio, as the median over turns. The first turn of each competitor compiles, which may
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
-    """Print a line for each competitor, and our speed relative to the fastest of the others."""
+    """Print a line for each competitor, and our speed divided by the fastest competitor's speed."""
     settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
     # All workers build their models at the same time, then run one at a time for a fair timing.
     workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
@@ -165,7 +165,7 @@ def summarize(name: str, turns: list[dict], tokens: int) -> dict:
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
-    """Return the FLOP/s of large matrix products: a GPU's peak if known, or else measured."""
+    """Return the FLOP/s of large matrix products: a GPU's known peak, or else a measured value."""
     peak_flops = hardware.peak_flops(device)
     if peak_flops is not None:
         return peak_flops
@@ -178,7 +178,7 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Return the memory bandwidth in bytes/s: from a GPU's data sheet, or measured by a sum."""
+    """Return the memory bandwidth in bytes/s, from a GPU's data sheet or measured with a sum."""
     bandwidth = hardware.peak_bandwidth(device)
     if bandwidth is not None:
         return bandwidth
@@ -225,7 +225,7 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
 
 
 def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
-    """Return a step that runs two training steps and measures their mean time in seconds."""
+    """Return a function that runs two training steps and returns their mean time in seconds."""
 
     def step() -> Seconds:
         start = perf_counter()

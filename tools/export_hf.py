@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write a model's files -> the name of its class, and how programs misread the export."""
+    """Write a model's files; return the name of its class, and how programs misread the export."""
     # Find all errors in the model and the arguments before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)
@@ -238,7 +238,7 @@ def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     for name, text in templates.items():
         if Path(name).name != name:
             raise ValueError(
-                f"the name of a chat template is a path ({name}). fix: import the model again"
+                f"a chat template's name must not be a path ({name}). fix: import the model again"
             )
         files[f"{TEMPLATES}/{name}.jinja"] = text.encode()
     return files

@@ -64,7 +64,7 @@ def times(model: Transformer, num_rows: int) -> list[float]:
 
 
 def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Continue all prompts together -> seconds to the first tokens, and for all later tokens."""
+    """Continue all prompts together; return the seconds to the first tokens, and for later ones."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)

@@ -23,7 +23,7 @@ def load_to_score(
     context: int | None = None,
     precision: str = "auto",
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
-    """Load a model for scoring text -> the results of `load`, and the dtype of matrix products.
+    """Load a model for scoring text; return the results of `load` and the dtype of its products.
 
     With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
     so a checkpoint has the loss that its run logged. Other dtypes mean the same as in generation.

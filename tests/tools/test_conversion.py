@@ -312,7 +312,7 @@ REFUSED = [
         "attention.kinds.full.softcap=null",
     ),
     ("gqa", "attention=softcap", "attention.softcap=null"),
-    ("gqa", "attention=llama", "choose values that differ from the model's"),
+    ("gqa", "attention=llama", "choose a different preset or different values"),
     ("gqa", "attention.rank=8", "attention=PRESET"),
     ("gqa", "attention=mla attention.rank=100000", "attention.rank=160"),
     ("gqa", "attention._target_=model.layers.Linear", "leave attention."),

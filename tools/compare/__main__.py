@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report_folder(folders: list[Path]) -> Path:
-    """Return the report's folder: a comparison's own folder if it is the only one given."""
+    """Return the folder for the report: the comparison's folder if no other folder was given."""
     from tools.compare.runs import RECORDS
 
     if len(folders) == 1 and (folders[0] / RECORDS).exists():

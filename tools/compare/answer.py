@@ -49,7 +49,7 @@ class Gaps(NamedTuple):
 
 
 def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answer:
-    """Answer from the verdicts on the variants' losses."""
+    """Return the answer that follows from the verdicts on the variants' losses."""
     baseline = comparison.baseline
     verdicts = result.verdicts
     gaps = find_gaps(comparison, MIN_SEEDS)
@@ -94,7 +94,7 @@ def answer_losses(comparison: Comparison, result: Result, margin: float) -> Answ
 
 
 def answer_accuracies(comparison: Comparison) -> Answer:
-    """Answer from the number of seeds that solve a task: accuracies have no meaningful mean."""
+    """Base the answer on how many seeds solve a task, because a mean accuracy is not meaningful."""
     groups = comparison.groups
     baseline = comparison.baseline
     task = comparison.first.task
@@ -269,7 +269,7 @@ def describe_smaller_cache(comparison: Comparison, name: str) -> str:
 def verdict_clauses(
     comparison: Comparison, result: Result, margin: float, without: list[str]
 ) -> list[str]:
-    """List variants by verdict, except `without`, with their cache sizes if these are smaller."""
+    """List the variants not in `without` by verdict, and note which caches are smaller."""
     by_text = defaultdict(list)
     for name in comparison.others:
         if name in without:

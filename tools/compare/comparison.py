@@ -52,7 +52,7 @@ class Comparison:
 
 
 def stem(name: str) -> str:
-    """Return a variant's name without the settings that distinguish it from others of that name."""
+    """Remove from a variant's name the settings that were appended to make it unique."""
     return name.partition(" ")[0]
 
 
@@ -98,8 +98,8 @@ def judge_measure(
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
     """Withhold a variant's verdict if it or the baseline may not have been at its best.
 
-    Either its best learning rate may be outside the tried range, or some of its seeds diverged, so
-    that the remaining seeds are a biased sample.
+    Either the best learning rate may be outside the range tried, or some seeds diverged, so that
+    the remaining seeds are a biased sample.
     """
     outside = comparison.at_edge
     remaining = {}

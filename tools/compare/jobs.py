@@ -95,7 +95,7 @@ class Job:
         self.log = log
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; with its time limit, train on the baseline's token count."""
+        """Compile if the baseline did, and train on its number of tokens if the time is limited."""
         if self.baseline is None:
             return
         settings = compose(self.overrides)
@@ -229,7 +229,7 @@ def train_all(jobs: list[Job]) -> None:
 
 
 def gpu_environments(device: str) -> list[Environment]:
-    """Return an environment for each of the runs that train at the same time, each with one GPU.
+    """Return one environment for each run that trains at the same time, each with a different GPU.
 
     Without several GPUs, one run trains at a time, in an unchanged environment.
     """

@@ -79,7 +79,7 @@ class PowerLaw(NamedTuple):
 
 
 def add_ladder(page: Page, comparisons: list[Comparison], margin: float) -> tuple[str, str]:
-    """Add a section on how the differences change with size -> the figure's SVG, and a summary.
+    """Add a section on how differences change with size; return the figure's SVG and a summary.
 
     Both are empty if the baseline is the only variant that was trained at all sizes.
     """
@@ -164,7 +164,7 @@ def ladder_rows(
     trends: dict[str, Trend],
     laws: dict[str, PowerLaw],
 ) -> list[dict[str, str]]:
-    """Return the table rows: difference at the largest size, its trend, and fitted power laws."""
+    """Return the table's rows: the difference at the largest size, its trend, and the power law."""
     largest = rungs[-1]
     loss = fmean(largest.samples[baseline])
     rows = []
@@ -201,7 +201,7 @@ def ladder_rows(
 
 
 def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
-    """Return the sizes with a trained baseline, smallest first, and the variants they share."""
+    """Return the sizes with a trained baseline, smallest first, with the variants they share."""
     samples_by_dim = {}
     flops_by_dim = {}
     for comparison in comparisons:
@@ -258,9 +258,9 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
 
 
 def difference_variance(samples: Samples, name: str, baseline: str) -> list[tuple[float, int]]:
-    """Return the terms of the variance of a difference of means: (variance, degrees of freedom).
+    """Return (variance, degrees of freedom) for each term of the variance of a mean difference.
 
-    The variance is NaN if it cannot be estimated.
+    A variance is NaN if it cannot be estimated.
     """
     pair = [samples[name], samples[baseline]]
     others = {key: values for key, values in samples.items() if key != baseline}

@@ -55,7 +55,7 @@ def slice_loss(run: Run, name: str) -> float | None:
 
 
 def length_change(run: Run) -> float | None:
-    """Return the rise in the loss at 4 times the training context, on the same targets."""
+    """Return how much the loss on the same targets rises at 4 times the training context."""
     if not run.lengths:
         return None
     return run.lengths["4"] - run.lengths["1"]
@@ -98,7 +98,7 @@ def num_solved(runs: list[Run]) -> int:
 
 
 def tokens_until_solved(runs: list[Run]) -> float:
-    """Return the median number of tokens until a run solves its task; NaN if no run solves it."""
+    """Return the median number of tokens that a run needs to solve its task; NaN if no run does."""
     tokens = []
     for run in runs:
         for line in run.lines:
@@ -109,7 +109,7 @@ def tokens_until_solved(runs: list[Run]) -> float:
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure longer contexts and decoding for runs with a checkpoint that lack these results.
+    """Measure longer contexts and decoding for runs that have a checkpoint but no such results.
 
     The measurements are stored in the records of the comparison.
     """

@@ -34,7 +34,7 @@ class Variant:
     searched: list[Job] = field(default_factory=list)  # the runs of the search for the best factor
 
     def job(self, seed: int, factor: float | None = None) -> Job:
-        """Return a run with the variant's own factor or, for the search, with `factor`."""
+        """Return the job that trains a seed with `factor`, or else with the variant's factor."""
         label = self.name
         scale = self.factor
         if factor is not None:
@@ -66,7 +66,7 @@ class Variant:
 
 
 def scaled_rates(overrides: list[str], factor: float) -> list[str]:
-    """Return the overrides that multiply all learning rates of an optimizer."""
+    """Return the overrides that multiply all learning rates of an optimizer by `factor`."""
     if factor == 1.0:
         return []
     rates = []
@@ -158,7 +158,7 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
 
 
 def match_sizes(variants: Variants, match: str) -> dict[str, str]:
-    """Set model.hidden of each variant to match the size of its baseline -> baselines.
+    """Set each variant's model.hidden to match the size of its baseline; return the baselines.
 
     The first variant of each model.dim is the baseline of that width. With match="none", sizes
     stay unchanged. Exits with code 2 for overrides that cannot be trained.
@@ -185,9 +185,9 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:
-    """Find the feed-forward width that gives the model the `target` size: the current one, if close.
+    """Return a feed-forward width at which the model has about the `target` size.
 
-    Returns None if there is no such width.
+    Prefers the current width. Returns None if there is no such width.
     """
 
     def size_with(hidden: int) -> float:

@@ -138,7 +138,7 @@ class Findings:
 
 
 def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
-    """Add the blocks for runs of one task and size -> the verdicts' SVG, and a summary."""
+    """Add the blocks for runs of one task and size; return the verdicts' SVG and a summary."""
     comparison = sort_runs(runs)
     groups = comparison.groups
     if not groups:
@@ -287,7 +287,7 @@ def cell(value: float, form: str) -> str:
 
 
 def add_costs(page: Page, groups: Groups) -> str:
-    """Add each variant's speed -> a note on whether the speeds can be compared."""
+    """Add each variant's speed and size; return a note on whether the speeds can be compared."""
     rows = []
     for name, runs in groups.items():
         loads = [run.other_load for run in runs if run.other_load is not None]

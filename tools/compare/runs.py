@@ -124,7 +124,7 @@ class Run:
 
     @property
     def task(self) -> str:
-        """The training data: "text", or the name of a task of data/tasks.py."""
+        """The training data: "text", or the name of a task in data/tasks.py."""
         module, _, name = self.settings["data"]["_target_"].rpartition(".")
         return name.lower() if module == "data.tasks" else "text"
 
@@ -146,7 +146,7 @@ class Run:
 
     @cached_property
     def floor(self) -> float | None:
-        """The accuracy on a task of the best constant answer for each row; None for text."""
+        """The accuracy on a task if each row gets its best constant answer; None for text."""
         if self.task == "text":
             return None
         return instantiate(self.settings["data"], "data").floor()

@@ -43,9 +43,9 @@ def next_factor(losses: Losses) -> float | None:
 def find_optimum(losses: Losses) -> Optimum:
     """Fit a parabola in the log of the rate to the best factor and all factors within 4x of it.
 
-    As in Marin's sweeps of GQA and MLA, github.com/marin-community/marin/issues/7381. Diverged runs
-    are left out. The optimum stays within one step of the best factor, and does not move toward a
-    neighbor that diverged.
+    Marin's sweeps of GQA and MLA do the same: github.com/marin-community/marin/issues/7381.
+    Diverged runs are left out. The optimum stays within one step of the best factor, and does not
+    move toward a neighbor that diverged.
     """
     best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)

@@ -35,7 +35,7 @@ NEW_PARTS = {
 
 
 def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Convert a layer's old weights -> the new weights, and the changes to the layer.
+    """Convert a layer's old weights; return the new weights and the changes to the layer.
 
     Weights that are missing keep their initial values. Raises ValueError if there is no formula.
     """
@@ -147,7 +147,7 @@ def softmax_to_shared(layers: Layers, layer: int, weights: Weights) -> Converted
 
 
 def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Converted:
-    """Keep the projections and initialize the rest: The Mamba in the Llama, 2408.15237."""
+    """Keep the projections, and initialize the rest (The Mamba in the Llama, 2408.15237)."""
     old = layers.old[layer]
     new = layers.new[layer]
     check_equal(layer, vars(new), {"head_dim": old.head_dim})

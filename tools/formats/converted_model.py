@@ -47,8 +47,8 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
         attention = inherit_options(tree, composed.model["attention"], explicit)
     if attention == tree["attention"]:
         raise ValueError(
-            f"the overrides change nothing ({' '.join(overrides)}). fix: choose values that "
-            "differ from the model's"
+            f"the overrides change nothing ({' '.join(overrides)}). fix: choose a different "
+            "preset or different values"
         )
     converted = tree | {"attention": attention}
     try:
@@ -84,7 +84,7 @@ def in_kinds(overrides: list[str], kinds: dict[str, dict]) -> list[str]:
 
 
 def preset_options(preset: str) -> set[str]:
-    """Return the options for which a conversion takes the preset's value, not the model's."""
+    """Return the options whose values a conversion takes from the preset, not from the model."""
     # gqa.yaml lists every option, because the other presets extend it; only kv_heads defines gqa.
     if preset == "gqa":
         return {"kv_heads"}
@@ -175,7 +175,7 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 @torch.no_grad()
 def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
-    """Load a checkpoint's weights into a model with a new attention -> the changes to each layer.
+    """Load a checkpoint's weights into a model with a new attention; return each layer's changes.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
     values. Raises ValueError for a conversion without a formula.

@@ -157,7 +157,7 @@ def common_value(layers: LayerConfigs, knob: str, default: object = None) -> obj
 
 
 def layer_types(layers: LayerConfigs) -> list[str]:
-    """Return `layer_types` of a config.json."""
+    """Return the entry `layer_types` for a config.json."""
     types = []
     for layer in layers:
         if layer["_target_"] == RECURRENT:

@@ -161,7 +161,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
 
 
 def from_hf_config(config: dict) -> tuple[str, dict]:
-    """A config.json of `transformers` -> the name of its class, and the model that it describes.
+    """Return the name of the class of a config.json, and the model that the config.json describes.
 
     The model is built from the entries that we read, then exported again: every entry, except those
     that change no logits, must have the value that we would write. For example, we do not read
@@ -235,7 +235,7 @@ def with_defaults(config: dict, architecture: Architecture) -> dict:
 
 
 def read_model(config: dict, architecture: Architecture) -> dict:
-    """Return the model that the entries seem to describe."""
+    """Return the model that the entries of a config.json seem to describe."""
     types = config["layer_types"]
     has_rope = [1] * len(types)
     if "rope_base" in architecture.free_knobs:

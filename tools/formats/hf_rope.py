@@ -35,7 +35,7 @@ OTHER_KEYS = {"rope_type", "type", "rope_theta"}
 
 
 def rope_to_hf(base: float, scaling: dict | None) -> dict:
-    """Our base and scaling -> `rope_parameters`. Raises ValueError for an unknown scaling."""
+    """Return `rope_parameters` for our base and scaling. Raises ValueError for an unknown one."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base}
     for rope_type, known in SCALINGS.items():
@@ -48,7 +48,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
 
 
 def rope_from_hf(config: dict) -> dict:
-    """config.json -> our knobs `rope_base` and `rope_scaling`.
+    """Return our knobs `rope_base` and `rope_scaling` for a config.json.
 
     Raises ValueError for a scaling that we do not support.
     """

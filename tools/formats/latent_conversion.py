@@ -114,14 +114,14 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
 
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
-    """heads (K, E, D) followed by an RMSNorm of `weight` (E,) -> heads times its mean scale."""
+    """Multiply heads (K, E, D) by the mean scale of the RMSNorm of `weight` (E,) that follows."""
     assert weight.shape == heads.shape[1:2]  # else it would be broadcast
     mean_square = squared_norms(heads, moment) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
 
 
 def squared_norms(heads: Tensor, moment: Tensor) -> Tensor:
-    """heads (K, E, D) -> the mean squared norm (K,) of the outputs of each head."""
+    """Return the mean squared norm (K,) of the outputs of each of the heads (K, E, D)."""
     return torch.einsum("ked,df,kef->k", heads, moment, heads)
 
 
@@ -142,7 +142,7 @@ def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> Tensor:
     """Apply the mean rotation of RoPE over all query-key pairs of a context to q (H, E, D).
 
-    Among maps that ignore positions, it gives the scores closest to the scores with RoPE.
+    Among maps that ignore positions, this map gives the scores closest to the scores with RoPE.
     """
     # Scores depend only on the distance; a context has `context - d` pairs at distance d.
     distances = torch.arange(context, device=q.device)
@@ -173,7 +173,7 @@ def factorize_jointly(
 
 
 def factorize(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factorize weight (N, D) into up (N, R) @ down (R, D) -> (down, up).
+    """Factorize weight (N, D) into up (N, R) @ down (R, D), and return (down, up).
 
     For inputs x with second moments `moment` (D, D), no other product of rank R is closer to
     weight @ x in mean square. R is the smallest of `rank`, N and D. down @ x has second moments I.

@@ -226,7 +226,7 @@ def check_class(settings: dict, content: dict, adds_bos: bool) -> None:
 def with_prefix_space(model: bytes, adds_space: bool | None) -> bytes:
     """Return a SentencePiece model that adds a space before a text if and only if `adds_space`.
 
-    Raises ValueError if `adds_space` is None and the model differs from transformers' default.
+    Raises ValueError if `adds_space` is None and the model adds no space, unlike transformers.
     """
     content = ModelProto.FromString(model)
     if adds_space is None and not content.normalizer_spec.add_dummy_prefix:
@@ -272,7 +272,7 @@ def check_named_tokens(settings: dict, special_tokens: dict) -> None:
 
 
 def describe_changes(tokenizer: Tokenizer) -> list[str]:
-    """Describe the texts, FRAGILE or with an added token, that a round trip does not preserve."""
+    """Describe how a round trip changes FRAGILE texts and texts that contain an added token."""
     texts = [*FRAGILE]
     if isinstance(tokenizer, JsonTokenizer):
         for token in tokenizer.processor.get_added_tokens_decoder().values():
@@ -282,7 +282,7 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
 
 
 def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
-    """Describe how versions of transformers tokenize differently; ours follows the file."""
+    """Describe where versions of transformers do not tokenize as the files of the model state."""
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
     name = class_in_transformers({"model_type": model_type} | config)
@@ -330,7 +330,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS in the model's configs with which no text begins, or return None."""
+    """Describe a BOS that the configs name but no text begins with; None without such a BOS."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")
@@ -344,7 +344,7 @@ def describe_bos(tokenizer: Tokenizer) -> str | None:
 
 
 def read_json(file: Path) -> dict:
-    """Return the content of a file. Raises ValueError with its name if missing or not JSON."""
+    """Return the content of a JSON file. Raises ValueError, with its name, if it is unreadable."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -369,7 +369,7 @@ def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenize
 
 
 def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
-    """Return the ids of BOS, EOS or padding: `eos_token_id` (int or list), or the id of `eos_token`."""
+    """Return the ids of a special token (bos, eos or pad), given in `settings` by id or text."""
     ids = settings.get(f"{kind}_token_id", [])
     if ids == []:
         # A token may be a dict of its content and options.

@@ -46,7 +46,7 @@ def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the files that transformers reads: one file, those in an index, or all.
+    """Return the tensors in the files that transformers reads: one, those in an index, or all.
 
     Raises IntegrityError if files cannot be read, or if the index names different tensors.
     """
