@@ -253,7 +253,7 @@ def formula_of(template: str) -> str | None:
 
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
-    """Apply one of FORMULAS to a value, or to each value of a sweep A,B; None if not a number."""
+    """Apply one of FORMULAS to a value, or to each value of a sweep A,B; None if that fails."""
     if formula in ("rate", "matrix_rate"):
         return value
     if formula == "seeds":
@@ -270,7 +270,7 @@ def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
 
 
 def compute(formula: str, number: float, given: dict[str, str]) -> str:
-    """Apply a formula to the user's number. Raises ValueError if a number it needs is null."""
+    """Apply a formula to the user's number. Raises ValueError if a key that it needs is null."""
     if formula == "warmup":
         return f"{number * float(given['steps']):.0f}"
     if formula in ("floor", "multiple"):

@@ -27,7 +27,7 @@ def writable_cache(wanted: Path) -> Path:
 
 
 def compiler_cache(wanted: Path) -> Path:
-    """Like `writable_cache`, for folders whose paths torch.compile can pass to a C++ compiler.
+    """Return a writable cache whose path torch.compile can pass to a C++ compiler.
 
     torch.compile builds the compiler command as an unquoted string, and splits it as a shell would.
     """

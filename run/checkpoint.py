@@ -223,12 +223,12 @@ def load_config(checkpoint: Path) -> dict:
     with report_unreadable(file):
         config = json.loads(file.read_text(encoding="utf-8"))
         if config["model"]["depth"] > MOST_LAYERS:
-            raise ValueError(f"more than {MOST_LAYERS} layers")
+            raise ValueError(f"too many layers: the limit is {MOST_LAYERS}")
     return config
 
 
 def load_model_config(checkpoint: Path) -> dict:
-    """Return the config of a checkpoint's model. Raises IntegrityError if it cannot be built."""
+    """Return the config of a checkpoint's model. Raises IntegrityError if no model can be built."""
     tree = load_config(checkpoint)["model"]
     file = checkpoint / "config.json"
     with report_unreadable(file):
@@ -277,8 +277,8 @@ def load_model(
 
     `context` replaces the model's context, if given. `dtype` applies to parameters; buffers keep
     their own dtypes. Raises IntegrityError if no model can be built from the config, or if the
-    names or shapes of the stored weights differ from the model's, as when a weight's size depends
-    on the context.
+    names or shapes of the stored weights do not match the model, as when a weight's size depends on
+    the context.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:
@@ -296,7 +296,7 @@ def load_model(
 
 
 def check_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raise IntegrityError if names or shapes of the stored weights differ from the model's."""
+    """Raise IntegrityError if names or shapes of the stored weights do not match the model."""
     file = checkpoint / "model.safetensors"
     expected = {(name, *weight.shape) for name, weight in model.state_dict().items()}
     with report_unreadable(file), safe_open(file, "pt") as opened:
@@ -311,7 +311,7 @@ def check_weights(model: nn.Module, checkpoint: Path) -> None:
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Load parameters and persistent buffers, which may be sharded.
 
-    Raises IntegrityError if names or shapes differ from the model's.
+    Raises IntegrityError if names or shapes do not match the model.
     """
     check_weights(model, checkpoint)
     file = checkpoint / "model.safetensors"

@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def known_option(self, word: str, words: list[str], index: int) -> str:
-        """Return the option `word`, --NAME or --NAME=VALUE, at `index` in `words`, in our spelling.
+        """Return `words[index]`, the option `word` (--NAME or --NAME=VALUE), in our spelling.
 
         Exits with an error and a fix if the option is mistyped or belongs to another program.
         """

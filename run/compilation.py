@@ -106,7 +106,7 @@ def decode_options(device: torch.device) -> dict[str, bool]:
 
 
 def prepare_to_compile() -> None:
-    """Let torch.compile find torch in any folder, and clean its cache. Call it before compiling."""
+    """Let torch.compile find torch in any folder, and clean its cache. Call before compiling."""
     from torch.utils import cpp_extension
 
     # torch.compile does not quote library folders in a command of the C++ compiler, and torch may
@@ -143,7 +143,7 @@ def is_incomplete(library: Path) -> bool:
 
 
 def compile_and_run(function: Callable[[], object], *, is_required: bool, option: str) -> object:
-    """Call a function that torch.compile compiles -> its result, or None if compilation fails.
+    """Call a function that torch.compile compiles; return its result, or None if compiling fails.
 
     A failure may be caused by a broken file in the cache, so a second attempt uses an empty cache.
     With `is_required`, the last failure ends the process with exit code 2, and its message names

@@ -83,7 +83,7 @@ def check_before_text(settings: Settings) -> None:
 
 
 def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, bool]:
-    """Choose a run's folder, creating it if missing -> the folder, and whether it is new."""
+    """Choose a run's folder, and create it if missing; return the folder and whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
             run = Path(os.path.expanduser(settings.run_dir))
@@ -169,7 +169,7 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
 
 
 def is_replaced(key: str, given: Collection[str]) -> bool:
-    """Return whether `given` has the key or its group, as schedule replaces schedule.floor."""
+    """Return whether `given` has the key or its group, such as schedule for schedule.floor."""
     return key in given or key.partition(".")[0] in given
 
 
@@ -229,7 +229,7 @@ def runs_of(name: str) -> list[Path]:
 
 
 def check_run_dir(run: Path, resume: bool) -> None:
-    """Raise ValueError for a folder with other files, or with a run unless `resume`.
+    """Raise ValueError if a folder has other files, or if it has a run and `resume` is false.
 
     With `resume`, the folder must exist.
     """

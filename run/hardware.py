@@ -120,8 +120,8 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
 
     Machine code (sm_XY) runs on GPUs with the same major capability and at least the same minor
     one; PTX (compute_XY), which the driver compiles, also runs on all later GPUs. With the suffix
-    a, either runs only on exactly this capability; with f, only on the same major capability.
-    NVIDIA, CUDA C++ Programming Guide, section on compute capabilities.
+    a, both run only on exactly this capability; with f, only on the same major capability.
+    See the section on compute capabilities in NVIDIA's CUDA C++ Programming Guide.
     """
     for name in architectures:
         kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()

@@ -144,7 +144,7 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
 
 
 def type_in_words(annotation: Any) -> str:
-    """Return the description of a type for messages, such as `a whole number or null`."""
+    """Return the description of a type for messages, such as `an integer or null`."""
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if get_origin(annotation) in (Union, UnionType):
@@ -156,7 +156,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """For a value of the wrong type, return an override with the likely intended value, or None."""
+    """Return an override with the value that the user probably means; None if no value is likely."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:

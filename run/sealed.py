@@ -110,7 +110,7 @@ def acquire(lock: FileLock) -> bool:
 def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each file by name.
 
-    Raises IntegrityError, with this `fix`, if a file or the manifest differs from what was written.
+    Raises IntegrityError, with this `fix`, if a file or the manifest has changed.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
@@ -119,7 +119,7 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
             raise ValueError("damaged manifest")
         manifest = json.loads(body)
         if manifest["name"] != folder.name and not may_be_renamed:
-            raise ValueError(f"renamed from {manifest['name']}")
+            raise ValueError(f"the folder was renamed from {manifest['name']}")
         for name, digest in manifest["files"].items():
             if sha256_of(safe_child(folder, name)) != digest:
                 raise ValueError(f"damaged file {name}")

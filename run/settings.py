@@ -184,7 +184,7 @@ class Settings(BaseModel):
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Return sequences per device and forward pass; null: the largest divisor up to `most`."""
+        """Return `micro_batch`, or if it is null the largest divisor of the sequences up to `most`."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
@@ -302,7 +302,7 @@ def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
     if key not in defaults() and "(" not in value:  # as in range(3)
         as_list = shlex.quote(f"{key}=[{value}]")
         fix += f"; or, for a list, {as_list}; or, for a string, {shlex.quote(quoted(word))}"
-    return f"several values for one run ({word}). fix: {fix}"
+    return f"a run cannot take several values ({word}). fix: {fix}"
 
 
 def is_one_number(value: str) -> bool:
@@ -521,7 +521,7 @@ def check_choices(group: str, names: list[str]) -> None:
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """Return the choice closest to each name, without duplicates; a name far from all stays."""
+    """Return the choice closest to each name, without duplicates; keep a name far from all."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -533,7 +533,7 @@ def nearest_choices(group: str, names: list[str]) -> list[str]:
 
 
 def nearest_choice(word: str) -> str:
-    """Return an override with the closest choices if its key is a group, else unchanged."""
+    """Return an override with the closest choices; unchanged if its key is not a group."""
     key, _, value = word.partition("=")
     if key not in CHOSEN:
         return word
@@ -555,7 +555,7 @@ def unknown_choices(group: str, names: list[str]) -> str:
 
 
 def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison: bool) -> str:
-    """Return an error line, with a fix, for `wrong`, the overrides in `words` with unknown keys.
+    """Return an error line, with a fix, for the overrides in `words` with unknown keys (`wrong`).
 
     `own` maps the keys of the chosen presets to their values.
     """

@@ -15,7 +15,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Return x gathered from all ranks, which must all call this, or x itself if not sharded."""
+    """Gather a sharded x from all ranks, which must all call this; return any other x unchanged."""
     if is_sharded(x):
         return x.full_tensor()
     return x

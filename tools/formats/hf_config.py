@@ -215,7 +215,7 @@ def with_defaults(config: dict, architecture: Architecture) -> dict:
     """Return the config with default values for entries that are missing or null."""
     depth = config["num_hidden_layers"]
     if depth > MOST_LAYERS:
-        raise RuntimeError(f"more than {MOST_LAYERS} layers")
+        raise RuntimeError(f"too many layers: the limit is {MOST_LAYERS}")
     # Derive two entries from others.
     heads = config["num_attention_heads"]
     derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
