@@ -59,7 +59,7 @@ class Corpus:
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
-        """Return the training batches. Raises ValueError if the text is too short for one."""
+        """Return the training batches. Raises ValueError if the text is too short."""
         return Loader(self.train, context, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:

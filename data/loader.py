@@ -92,7 +92,7 @@ class Loader:
 
 
 def advise_random_access(shard: np.ndarray) -> None:
-    """Tell the system not to read ahead in a shard, which starts a memory-mapped file.
+    """Tell the system not to read ahead in a shard at the start of a memory-mapped file.
 
     It would otherwise read megabytes for each row that is not in memory. The rest of the file,
     which may be held out, is still read ahead.
@@ -127,7 +127,7 @@ def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
 
 
 def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
-    """Map numbers to 64 random bits: entries of the SplitMix64 sequence that begins with `key`.
+    """Map each number n to 64 random bits: entry n of the SplitMix64 sequence from `key`.
 
     Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """
@@ -138,7 +138,7 @@ def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
 
 
 def document_ids(inputs: Tensor, bos: int) -> Tensor:
-    """inputs (B, T) -> the index (B, T) of each token's document in its row. BOS begins each."""
+    """Return each token's document index (B, T) in its row of inputs. BOS begins a document."""
     return (inputs == bos).cumsum(dim=1)
 
 

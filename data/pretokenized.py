@@ -132,6 +132,6 @@ class Pretokenized(Source):
 
 
 def read_header(file: Path) -> dict[str, int]:
-    """Read a file's header fields by name (HEADER_FIELDS); a file that is too short has fewer."""
+    """Return a file's header fields by name, without fields that lie beyond the file's end."""
     numbers = np.fromfile(file, "<u4", count=len(HEADER_FIELDS)).tolist()
     return dict(zip(HEADER_FIELDS, numbers, strict=False))

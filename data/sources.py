@@ -47,7 +47,7 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Whether a document is held out, depending on its hash: about one in `holdout` is."""
+    """Whether a document is held out: its hash selects about one document in `holdout`."""
     return int(text_hash(identity), 16) % holdout == 0
 
 

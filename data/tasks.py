@@ -28,7 +28,7 @@ VALIDATION_ROWS = 512  # over all sizes
 
 
 class Row(NamedTuple):
-    """A row of a task, and its A answers; all int64."""
+    """A row of a task, and its A answers. All arrays are int64."""
 
     inputs: np.ndarray  # (T,)
     positions: np.ndarray  # (A,), positions of the tokens before the answers
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class TaskBatch(NamedTuple):
-    """B rows of a task to train on. A is the largest number of answers in a row; all int64."""
+    """B training rows of a task, each with up to A answers. All tensors are int64."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, A), the answers; shorter rows are padded with IGNORE_INDEX
@@ -263,7 +263,7 @@ class TaskCorpus(Corpus):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The class of an answer is the size of its row."""
+        """The names of the answers' classes: the sizes of their rows."""
         return tuple(str(size) for size in self.task.sizes)
 
     @property

@@ -208,7 +208,7 @@ class Tokenizer:
         return [[self.bos, *tokens, *self.document_ends] for tokens in documents]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text, on all cores, with the same tokens as encode()."""
+        """Encode each text as encode() does, using all cores."""
         # The first piece of each text is encoded as its start, the others as text in the middle.
         starts = []
         pieces = []

@@ -156,7 +156,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Return an override with the value that the user probably means; None if no value is likely."""
+    """Return an override with the value that the user probably means; None if it is unknown."""
     wanted = inspect.formatannotation(annotation)
     nearest = aliases.nearest_value(key, value, annotation)
     if nearest is not None:

@@ -184,7 +184,7 @@ class Settings(BaseModel):
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Return `micro_batch`, or if it is null the largest divisor of the sequences up to `most`."""
+        """Return the sequences per forward pass; by default, the largest divisor up to `most`."""
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)
