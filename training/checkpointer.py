@@ -225,10 +225,10 @@ class Checkpointer:
             state = SavedState.model_validate(content)
             check_optimizer_state(self.trainer.model, state.optimizer)
             if state.loss_sum.shape != self.meter.loss_sum.shape:
-                raise ValueError(f"loss_sum has the wrong shape {[*state.loss_sum.shape]}")
+                raise ValueError(f"loss_sum does not fit this run: shape {[*state.loss_sum.shape]}")
             scaler = self.trainer.scaler.state_dict()
             if scaler and state.scaler and scaler.keys() != state.scaler.keys():
-                raise ValueError(f"scaler has the wrong keys {[*state.scaler]}")
+                raise ValueError(f"the gradient scaler's state does not match: {[*state.scaler]}")
         return state
 
 

@@ -40,7 +40,7 @@ def load_distillation(
 
 
 def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
-    """Return the newest verified checkpoint of the run that `distill` names; None if it is null.
+    """Return the newest verified checkpoint of the run `distill`; None if `distill` is null.
 
     Raises ValueError if the teacher has a different tokenizer or a shorter context.
     """

@@ -52,7 +52,7 @@ def evaluate(
     *,
     with_gradients: bool,
 ) -> dict | None:
-    """Evaluate on held-out tokens -> the metrics of the corpus, such as `val_loss`.
+    """Evaluate on held-out tokens; return the metrics of the corpus, such as `val_loss`.
 
     Reads the first `num_tokens` tokens in windows of `context` tokens that do not overlap,
     `batch_size` windows at a time. Returns None if a signal asks the run to end. If

@@ -200,7 +200,7 @@ class Logger:
 
 
 def draw_loss(metrics: Path, picture: Path) -> list[float]:
-    """Plot training and held-out loss over tokens -> the held-out losses."""
+    """Plot training and held-out loss over tokens; return the held-out losses."""
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]

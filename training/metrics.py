@@ -37,7 +37,7 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """Return the answers' loss in nats, and accuracies: by size, their mean, and by length."""
+    """Return the answers' loss in nats, and their accuracy: by size, as a mean, and by length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
     # The classes of a task are its sizes: each size has a metric for its accuracy.
@@ -57,10 +57,11 @@ def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
 def slice_means(
     sums: np.ndarray, counts: np.ndarray, classes: tuple[str, ...], length: str, value: str
 ) -> dict[str, dict[str, float]]:
-    """Return the mean of each slice of sums / counts (num_classes, NUM_BINS), with the key `value`.
+    """Return each slice's mean, under the key `value`, and its number of tokens.
 
-    A slice is a row of the table, named by its class, or a column, named by its bin of `length`.
-    Slices without targets, such as positions beyond the context, are left out.
+    Both tables have the shape (num_classes, NUM_BINS). A slice is a row, named by its class, or a
+    column, named by its bin of `length`. Slices without targets, such as positions beyond the
+    context, are left out.
     """
     assert sums.shape == counts.shape == (len(classes), NUM_BINS)
     bins = [f"{length} {bin_name(index)}" for index in range(NUM_BINS)]

@@ -53,7 +53,7 @@ def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
     parameters = dict(model.named_parameters())
     different = sorted(parameters.keys() ^ state.keys())
     if state and different:
-        raise ValueError(f"optimizer parameters differ from the model's: {different[:3]}")
+        raise ValueError(f"the optimizer state does not match the model: {different[:3]}")
     for name, values in state.items():
         shape = parameters[name].shape
         for key, value in values.items():

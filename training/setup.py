@@ -1,4 +1,4 @@
-"""From a config to a run: a model that can be built, a corpus, batches, and all parts together."""
+"""Set up a run from its config: check the model, open the corpus, and build all parts."""
 
 import math
 import os
@@ -37,7 +37,7 @@ PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # refused 
 def set_up_run(
     settings: Settings, overrides: list[str]
 ) -> tuple[Settings, Path | None, torch.device]:
-    """Check a config on this machine -> settings, the checkpoint to start from, and the device.
+    """Check a config on this machine; return settings, checkpoint to start from, and device.
 
     The settings have the model of `init_from`, if given. Raises ValueError for a config that
     cannot be trained on this machine.
@@ -70,7 +70,7 @@ def check_buildable(settings: Settings) -> Settings:
     if bounds == (None, None, None) and not has_epochs:
         raise ValueError(
             "the run would never end (steps=null tokens_per_parameter=null max_minutes=null, and "
-            "no epochs to count). fix: max_minutes=5"
+            "max_epochs does not limit it). fix: max_minutes=5"
         )
     return settings
 
@@ -155,7 +155,7 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
 def load_corpus(
     settings: Settings, pretrained: Path | None = None
 ) -> tuple[Settings, Corpus, Loader]:
-    """Prepare the text -> settings, the text, and its batches.
+    """Prepare the text; return the settings, the text and its batches.
 
     The tokenizer comes from the checkpoint `pretrained`, if given. The returned settings give a new
     model the tokenizer's vocabulary, and set `distill` to the teacher's checkpoint, so that a
