@@ -99,7 +99,7 @@ class Settings(BaseModel):
     run_dir: Text | None
     """run folder; null: runs/NAME, or runs/NAME-2 and so on if it is taken"""
     seed: NonNegativeInt
-    """seeds initialization, data order and dropout"""
+    """seed of the initialization, the data order and dropout"""
     device: Literal["auto", "cpu", "cuda", "mps"]
     """device to train on; auto: a GPU if available"""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
@@ -322,7 +322,9 @@ def check_key(key: str, word: str) -> None:
             fix = shlex.quote(original + word.removeprefix(copy))
             if word.startswith("~"):
                 fix = f"leave {word} out"
-            raise ValueError(f"{copy} is a copy of {original} ({word}). fix: {fix}")
+            raise ValueError(
+                f"{copy} cannot be set: it is a copy of {original} ({word}). fix: {fix}"
+            )
     if re.match("hydra[./]", key):
         fix = f"leave {key} out"
         if key in HYDRA_KEYS:

@@ -51,7 +51,7 @@ def slow(device: torch.device) -> list[str]:
     findings = []
     missing = compilation.missing_for_compilation(device)
     if missing is not None:
-        findings.append(f"steps are not compiled without {missing}. fix: install it")
+        findings.append(f"steps cannot be compiled without {missing}. fix: install it")
     num_cores = len(threads.cores())
     quota = threads.cpu_quota()
     if quota is not None and quota < num_cores:

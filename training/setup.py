@@ -89,9 +89,9 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
         raise ValueError(
-            f"init_from sets the architecture ({' '.join(refused)}). fix: leave these out; to "
-            f"change the attention: python -m tools.convert {source} attention=NAME --out Y, then "
-            "init_from=Y"
+            f"the architecture of init_from cannot be changed ({' '.join(refused)}). fix: leave "
+            f"these out; to change the attention: python -m tools.convert {source} "
+            "attention=NAME --out Y, then init_from=Y"
         )
 
     # The run is named after its data and the pretrained model.

@@ -30,7 +30,7 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps, and at the last step, also of a run that is extended later."""
+        """True every `interval` steps, and at the last step, even if the run is extended later."""
         is_end = self.is_finished or self.step == self.ended_step
         return self.step > 0 and (self.step % interval == 0 or is_end)
 

@@ -201,7 +201,7 @@ def train_all(jobs: list[Job]) -> None:
     """
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
-    with Signals() as signals, waiting("the output of each run is in its .log", len(jobs)) as bar:
+    with Signals() as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:

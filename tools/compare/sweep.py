@@ -47,7 +47,7 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     for key, words in sweep.items():
         if key in OWN_KEYS:
             raise ValueError(
-                f"a comparison sets this key itself ({words[0]}). fix: {OWN_KEYS[key]}"
+                f"this key cannot be set in a comparison ({words[0]}). fix: {OWN_KEYS[key]}"
             )
         if key in GROUPS:
             check_choices(key, [word.partition("=")[2] for word in words])

@@ -192,7 +192,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
     if different:
         raise ValueError(
             f"our layers cannot express this {name} (config.json: {', '.join(different)}). fix: "
-            "use a different model, or delete entries that do not belong to it"
+            "use a different model, or delete entries that the model does not need"
         )
     return name, tree
 

@@ -100,7 +100,7 @@ def fixed_options(attention: SoftmaxAttention) -> dict:
 def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> None:
     """Raise ValueError for options of `old` that MLA cannot express."""
     if old.rope_base is None or old.qk_norm == "after_rope":
-        raise no_formula(layer, "to a latent", "a model with RoPE, and no QK-norm after it")
+        raise no_formula(layer, "keys, values -> a latent", "use RoPE without QK-norm after it")
     plain = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
     check_equal(layer, vars(old) | fixed_options(old), plain)
     positions = {"rope_base": old.rope_base, "rope_scaling": old.rope_scaling}

@@ -73,4 +73,4 @@ def check_all_used(layer: int, weights: Weights, used: Iterable[str]) -> None:
     """Raise ValueError if the new attention leaves any of the weights unused."""
     lost = ", ".join(sorted(weights.keys() - set(used)))
     if lost:
-        raise no_formula(layer, f"{lost} would be lost", f"an attention with {lost}")
+        raise no_formula(layer, f"{lost} would be lost", f"choose an attention with {lost}")

@@ -149,7 +149,7 @@ def import_tokenizer(folder: Path) -> Tokenizer:
     has_only_bos = len(prefix) <= 1 and is_in_front
     if not eos_ids or max(candidates) >= tokenizer.vocab_size or not has_only_bos:
         raise ValueError(
-            f"a tokenizer needs EOS, and may prepend only BOS (EOS {eos_ids}, adds {prefix}, "
+            f"a tokenizer needs EOS, and may prepend only BOS (EOS {eos_ids}, prepends {prefix}, "
             f"{tokenizer.vocab_size} tokens). fix: set eos_token in tokenizer_config.json, or "
             "eos_token_id in config.json or generation_config.json"
         )
