@@ -241,12 +241,12 @@ def cpuinfo(field: str) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak FLOP/s in dense bf16; None if it is not in PEAKS."""
+    """The device's peak FLOP/s in dense bf16; None for a device not in PEAKS."""
     return find_peak(device, PEAKS)
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
-    """The device's peak memory bandwidth in bytes/s; None if it is not in BANDWIDTHS."""
+    """The device's peak memory bandwidth in bytes/s; None if BANDWIDTHS lacks the device."""
     return find_peak(device, BANDWIDTHS)
 
 

@@ -201,7 +201,7 @@ def ladder_rows(
 
 
 def make_rungs(comparisons: list[Comparison]) -> list[Rung]:
-    """Return the sizes with a trained baseline, smallest first, with the variants they share."""
+    """Return a rung for each size, smallest first, with the variants that all sizes share."""
     samples_by_dim = {}
     flops_by_dim = {}
     for comparison in comparisons:

@@ -31,7 +31,7 @@ def best_factor(losses: Losses) -> float:
 
 
 def next_factor(losses: Losses) -> float | None:
-    """Return the next factor to try, beyond the best one if that is at an edge; None when done."""
+    """Return a factor beyond the best one if it is the lowest or highest tried; None when done."""
     best = best_factor(losses)
     if best == max(losses) and best < FARTHEST:
         return 2 * best

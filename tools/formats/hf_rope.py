@@ -35,7 +35,7 @@ OTHER_KEYS = {"rope_type", "type", "rope_theta"}
 
 
 def rope_to_hf(base: float, scaling: dict | None) -> dict:
-    """Return `rope_parameters` for our base and scaling. Raises ValueError for an unknown one."""
+    """Return `rope_parameters` for a base and scaling. Raises ValueError for an unknown scaling."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base}
     for rope_type, known in SCALINGS.items():

@@ -282,7 +282,7 @@ def describe_changes(tokenizer: Tokenizer) -> list[str]:
 
 
 def describe_versions(tokenizer: Tokenizer, model_type: str = "") -> list[str]:
-    """Describe where versions of transformers do not tokenize as the files of the model state."""
+    """Describe how transformers 4 or 5 may tokenize differently from the model's files."""
     config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
     differences = []
     name = class_in_transformers({"model_type": model_type} | config)
@@ -344,7 +344,7 @@ def describe_bos(tokenizer: Tokenizer) -> str | None:
 
 
 def read_json(file: Path) -> dict:
-    """Return the content of a JSON file. Raises ValueError, with its name, if it is unreadable."""
+    """Return the content of a JSON file. Raises ValueError, naming the file, if this fails."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

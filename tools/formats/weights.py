@@ -46,9 +46,10 @@ def hf_weights(model: Transformer, architecture: str) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors in the files that transformers reads: one, those in an index, or all.
+    """Return a folder's tensors: from one file, from the files in an index, or from all files.
 
-    Raises IntegrityError if files cannot be read, or if the index names different tensors.
+    transformers reads the same files. Raises IntegrityError if files cannot be read, or if the
+    index names different tensors.
     """
     whole = folder / WHOLE
     index = folder / f"{WHOLE}.index.json"
