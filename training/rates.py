@@ -102,7 +102,7 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
             raise ValueError(
                 f"no rule for the learning rate of {name} with shape {[*p.shape]}: only matrices "
                 "(out, in) inside the blocks, vectors, and kernels (channels, 1, width) are "
-                "supported. fix: change its shape, or add a rule to split_parameters in "
+                "supported. fix: reshape it, or add a rule to split_parameters in "
                 "training/rates.py"
             )
         parameters[role].append(p)

@@ -323,7 +323,7 @@ REFUSED = [
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
     ("gqa model.softcap=30.0 attention.window=9", "attention=mla", "attention.window=null"),
     ("gqa", "attention=mla attention.head_dim=4", "attention.head_dim=16"),
-    ("nope", "attention=mla attention.rope_base=10000.0", "a model with RoPE"),
+    ("nope", "attention=mla attention.rope_base=10000.0", "use RoPE"),
 ]
 
 

@@ -381,11 +381,11 @@ DAMAGES = {
     ),
     "shard": (3, without_a_shard, "there/model-00002-of-000"),
     "index without a tensor": (3, reindex(lm_head__weight=None), "there: lm_head.weight)"),
-    "index with a tensor": (3, reindex(more="ANOTHER"), "more of model-00001-of-000"),
+    "index with a tensor": (3, reindex(more="ANOTHER"), "list different tensors"),
     "index with a wrong shard": (
         3,
         reindex(lm_head__weight="ANOTHER"),
-        "lm_head.weight of model-0",
+        "index.json: lm_head.weight)",
     ),
     "index with a missing shard": (
         3,

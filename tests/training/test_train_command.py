@@ -272,7 +272,7 @@ def test_a_run_does_not_depend_on_the_run_it_started_from(command, trained, fold
     assert [line["step"] for line in metrics(begun)][-1] == 6
 
 
-def test_cfg_job_prints_a_resumed_run_with_its_saved_overrides(command, trained):
+def test_cfg_job_prints_the_config_of_a_resumed_run_with_its_saved_overrides(command, trained):
     words = (f"run_dir={trained}", "resume=true", "steps=6", "--cfg", "job")
     config = yaml.safe_load(command("train.py", *words).succeeded().out)
     sizes = (config["steps"], config["context"], config["data"]["vocab_size"])
