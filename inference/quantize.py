@@ -99,7 +99,7 @@ def compile_matvec(library: Path, compiler: str) -> None:
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace a model's linear layers and head, in place; the model can no longer be trained.
+    """Replace a model's linear layers and head with faster ones that cannot be trained, in place.
 
     A tied model gets a separate head. Without the kernel, layers that are not quantized are left
     unchanged.

@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
         kind = "folders" if path.is_dir() else "files"
         warn_once(
             f"{kind} cannot be synced here ({error.strerror}): a power cut may lose the newest "
-            "checkpoint, but killing the process loses none"
+            "checkpoint, but no checkpoint is lost if the process is killed"
         )
 
 

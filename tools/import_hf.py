@@ -49,7 +49,10 @@ def import_model(args: argparse.Namespace) -> None:
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         if is_run(args.folder):
             fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"
-            raise ValueError(f"a run of attend needs no import ({args.folder}). fix: {fix}")
+            raise ValueError(
+                f"train.py saved this run, so it does not have to be imported ({args.folder}). "
+                f"fix: {fix}"
+            )
         config = read_json(args.folder / "config.json")
         architecture, tree = from_hf_config(config)
         tokenizer = import_tokenizer(args.folder)

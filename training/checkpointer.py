@@ -2,6 +2,7 @@
 
 import math
 import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,7 +249,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
         raise ValueError(
             f"{path} was saved by a version that reads the rows of a text in a different order. "
             "fix: resume with that version; to start a new run from its weights: resume=false "
-            f"init_from={path.parent.parent}"
+            f"{shlex.quote(f'init_from={path.parent.parent}')}"
         )
     changed, refused = changes_since(then, now)
     if refused:
@@ -256,7 +257,7 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
         raise ValueError(
             f"{path} was saved with a different {', '.join(refused)}. fix: {resume_command(run)}, "
             "which uses the run's overrides; to start a new run from its weights: resume=false "
-            f"init_from={run}"
+            f"{shlex.quote(f'init_from={run}')}"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

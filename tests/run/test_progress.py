@@ -18,7 +18,7 @@ def drawn(capsys) -> list[str]:
     "words, end",
     [(("steps=9",), "1/9"), (("steps=null", "max_epochs=null", "max_minutes=2"), r"1/\?")],
 )
-def test_the_first_progress_bar_shows_loss_rate_and_time_left(
+def test_the_progress_bar_of_the_first_step_shows_loss_speed_and_time_left(
     run_of, capsys, monkeypatch, words, end
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -650,7 +650,7 @@ def test_a_path_can_be_null_or_quoted():
 
 
 @pytest.mark.parametrize("value", ["Moby Dick, by X.txt", "(a) [2]", "it's", 'say "hi"', "a,\\"])
-def test_the_quoting_suggested_by_a_fix_can_be_pasted(value):
+def test_a_quoted_override_from_a_suggested_fix_is_accepted(value):
     """Tests a key that is not a path, whose value must be quoted."""
     with pytest.raises(OverrideError) as refused:
         compose(["name=test", "data=text", f"data.separator={value}"])

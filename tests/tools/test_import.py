@@ -435,7 +435,7 @@ DAMAGES = {
     "a run of this repository": (
         2,
         lambda folder: (folder / "config.json").unlink(),
-        "a run of attend needs no import",
+        "does not have to be imported",
     ),
     "no tokenizer": (2, no_tokenizer, "tokenizer.model"),
 }

@@ -294,9 +294,7 @@ def test_a_refused_folder_is_accepted_after_transformers_saves_it_again(changed)
 
 
 @pytest.mark.parametrize("kind", NOTED)
-def test_the_tokenizer_file_takes_precedence_with_a_note_if_versions_differ(
-    kind, changed, originals
-):
+def test_tokenizer_json_is_used_and_other_versions_are_reported(kind, changed, originals):
     from transformers import AutoTokenizer
 
     name, change, notes = NOTED[kind]

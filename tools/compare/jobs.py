@@ -229,9 +229,9 @@ def train_all(jobs: list[Job]) -> None:
 
 
 def gpu_environments(device: str) -> list[Environment]:
-    """Return one environment for each run that trains at the same time, each with a different GPU.
+    """Return one environment for each concurrent run, each with a different GPU.
 
-    Without several GPUs, one run trains at a time, in an unchanged environment.
+    Without several GPUs, the runs take turns, in an unchanged environment.
     """
     count = 0
     if device in ("auto", "cuda"):

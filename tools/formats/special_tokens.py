@@ -349,8 +349,8 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"missing or not JSON ({file}: {error}). fix: download all files of the model; a run "
-            "of attend needs no import"
+            f"missing or not JSON ({file}: {error}). fix: download all files of the model. A run "
+            "that train.py saved does not have to be imported"
         ) from None
 
 
