@@ -126,7 +126,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def skipped_suffixes(path: Paths, suffixes: tuple[str, ...]) -> Counter:
-    """Count the unread files in a path's folders by suffix."""
+    """Count, by suffix, the files in the folders of `path` that are skipped."""
     skipped = Counter()
     for entry in entries_of(path):
         if Path(entry).is_dir():

@@ -263,7 +263,7 @@ class TaskCorpus(Corpus):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the answers' classes: the sizes of their rows."""
+        """The names of the classes that answers are grouped into, one per row size."""
         return tuple(str(size) for size in self.task.sizes)
 
     @property

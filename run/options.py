@@ -259,7 +259,7 @@ def help_text(overrides: list[str]) -> str:
 
 
 def wrap(text: str) -> list[str]:
-    """Wrap a text to the terminal's width, indented below a key."""
+    """Wrap text to the terminal's width, indented below a key."""
     width = shutil.get_terminal_size().columns
     indent = 6 * " "
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -184,7 +184,11 @@ class Settings(BaseModel):
         return self.batch_tokens // self.context // world_size
 
     def micro_batch_size(self, world_size: int, most: int = CPU_MICRO_BATCH) -> int:
-        """Return the sequences per forward pass; by default, the largest divisor up to `most`."""
+        """Return the number of sequences per forward pass.
+
+        By default, it is the largest divisor of a process's share of a batch that is at most
+        `most`.
+        """
         sequences = self.sequences_per_process(world_size)
         if self.micro_batch is not None:
             return min(self.micro_batch, sequences)

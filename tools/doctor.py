@@ -21,7 +21,7 @@ def main() -> None:
     for finding in findings:
         print(f"slow: {finding}")
     if not findings:
-        print("nothing found that slows training")
+        print("found nothing that slows down training")
     print("next: python train.py")
 
 

@@ -137,9 +137,9 @@ class TimeBudget:
             say(f"{limit} leaves time for {room} steps: the run ends at step {steps}")
             if room < min(FEW_STEPS, self.bound):
                 say(
-                    f"warning: too few steps to learn from ({room}). fix: increase max_minutes, "
-                    f"reduce batch_tokens (now {self.settings.batch_tokens}), or use a smaller "
-                    "model"
+                    f"warning: too few steps to train a useful model ({room}). fix: increase "
+                    f"max_minutes, reduce batch_tokens (now {self.settings.batch_tokens}), or use "
+                    "a smaller model"
                 )
         return is_final
 

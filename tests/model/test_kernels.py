@@ -55,7 +55,7 @@ def test_eager_attention_matches_torch(kv_heads, window):
 
 @pytest.mark.parametrize("scale", [SCALE, 0.3])
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
-def test_blockwise_and_selected_kernels_match_eager_attention(
+def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
     window, softcap, has_sink, scale, monkeypatch
 ):
     monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)

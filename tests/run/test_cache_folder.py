@@ -72,7 +72,7 @@ def test_the_cache_is_in_a_private_temporary_folder_without_a_home(
 
 
 @pytest.mark.parametrize("name", ["My Projects", "it's", 'a "clone"', "back\\slash", "a\ttab"])
-def test_compiled_code_avoids_paths_that_torch_does_not_quote(tmp_path, home, name):
+def test_the_compiler_cache_avoids_paths_that_need_quoting(tmp_path, home, name):
     clone = tmp_path / name / ".cache"
     assert compiler_cache(clone) == home / ".cache" / "attend"
     assert writable_cache(clone) == clone

@@ -275,7 +275,7 @@ def test_variant_names_stay_short():
     ]
 
 
-def test_speed_and_load_are_medians_without_the_first_line(tmp_path):
+def test_median_speed_and_load_exclude_the_first_line(tmp_path):
     lines = [{"step": 1, "other_load": 9.0, "tokens_per_second": 1.0}]
     lines += [{"other_load": load} for load in (0.5, 0.1, 0.2)] + [{"other_load": None}]
     assert median_of_log(lines, "other_load") == 0.2

@@ -12,7 +12,7 @@ from tests.conftest import settings_of
 from tools import doctor
 
 GB = 10**9
-NOTHING = "nothing found that slows training"
+NOTHING = "found nothing that slows down training"
 
 
 @pytest.fixture

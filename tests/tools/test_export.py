@@ -235,7 +235,7 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
         {"add_dummy_prefix": True},
     ],
 )
-def test_a_tokenizer_that_would_change_is_refused(how, command, tmp_path):
+def test_a_tokenizer_that_cannot_be_exported_unchanged_is_refused(how, command, tmp_path):
     written = io.BytesIO()
     ours = {
         "model_type": "bpe",

@@ -81,14 +81,16 @@ def test_a_run_with_slow_steps_is_fitted_immediately(run_of, monkeypatch, capsys
     first = 2 if is_compiled else 1
     end, _, totals = simulate(run, monkeypatch, 1, lambda share: 200 * (first if share == 0 else 1))
     assert 0.5 < end < 1.1 and len(totals) == 1
-    assert f"warning: too few steps to learn from ({totals[0]})" in capsys.readouterr().err
+    assert (
+        f"warning: too few steps to train a useful model ({totals[0]})" in capsys.readouterr().err
+    )
 
 
 def test_a_run_ends_if_its_first_step_exceeds_max_minutes(run_of, monkeypatch, capsys):
     run = run_of("max_minutes=1", "steps=null", "max_epochs=null", "eval_tokens=512")
     _, factors, totals = simulate(run, monkeypatch, 1, lambda share: 1400)  # 70 seconds
     assert len(factors) == 1 and totals == [1]
-    assert "warning: too few steps to learn from (1)" in capsys.readouterr().err
+    assert "warning: too few steps to train a useful model (1)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bound", [40_000, None])

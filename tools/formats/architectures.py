@@ -97,7 +97,7 @@ class Qwen2(Qwen3):
 class Llama4(Architecture):
     """Llama 4 without experts.
 
-    A layer has RoPE followed by QK-norm, and chunks; or none of the three.
+    Each layer uses RoPE, QK-norm after RoPE and chunked attention, or none of the three.
     """
 
     model_type = "llama4_text"
