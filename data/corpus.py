@@ -23,9 +23,10 @@ class EvaluationBatch(NamedTuple):
 
 @dataclass
 class Corpus:
-    """The token ids of a text's two splits, and their tokenizer. Training tokens are in shards.
+    """The token ids of a text's training and validation splits, and their tokenizer.
 
-    `sha256` identifies the tokens: a run resumes only on a corpus with the same hash.
+    `train` is a list of shards. `sha256` identifies the tokens: a run resumes only on a corpus with
+    the same hash.
     """
 
     train: list[np.ndarray]
@@ -33,7 +34,7 @@ class Corpus:
     tokenizer: Tokenizer
     sha256: str
 
-    # Names of the targets' classes and of their lengths (data/slices.py), as shown in metrics.
+    # The names that metrics use for the classes and the lengths of targets (data/slices.py).
     class_names = ("new", "repeated")
     length_name = "position"
     task_name = None  # a text is not a task
@@ -55,7 +56,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return the corpus for windows of `context` tokens; a task's rows get this length."""
+        """Return the corpus for windows of `context` tokens; for a task, this is the row length."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
@@ -75,5 +76,5 @@ class Corpus:
             yield EvaluationBatch(inputs, targets, text_cells(inputs, targets))
 
     def validation_bytes(self, num_tokens: int) -> int | None:
-        """UTF-8 bytes of the first `num_tokens` held-out tokens; None if their text is unknown."""
+        """Number of UTF-8 bytes in the first `num_tokens` held-out tokens; None if unknown."""
         return self.tokenizer.nbytes(self.validation[:num_tokens])

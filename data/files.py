@@ -1,4 +1,4 @@
-"""The user's files: find them by path, separate the held-out ones, and read their documents."""
+"""Find the user's files by path, separate the held-out files, and read their documents."""
 
 import json
 import os
@@ -24,8 +24,8 @@ OTHER_SUFFIXES = (
     *(".json", ".ndjson", ".ipynb", ".tsv", ".arrow", ".feather"),
 )
 MOST_SUFFIXES = 3  # maximum number of suffixes that an error suggests
-BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv read at a time; no row may be longer
-ROWS_AHEAD = 1024  # rows of a .parquet decoded at a time
+BLOCK_BYTES = 2**26  # bytes of a .jsonl or .csv file read at a time; no row may be longer
+ROWS_AHEAD = 1024  # rows of a .parquet file decoded at a time
 # A longer document is read, encoded and written in parts. UTF-8 takes up to 4 bytes per character.
 PART_CHARS = 500_000
 
@@ -53,7 +53,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
     Raises ValueError if an entry of `path` names no file, and OSError for an unreadable folder.
     """
-    # A link counts as its target.
+    # Links are resolved, so a file counts only once even if several links lead to it.
     files = {}
     for file in named_files(path, suffixes):
         files.setdefault(file.resolve(), file)
@@ -93,7 +93,7 @@ def entries_of(path: Paths) -> list[str]:
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return an entry's files: the entry is a file, a folder, or a glob of files and folders.
+    """Return the files that an entry names. An entry is a file, a folder, or a glob of both.
 
     Folders are searched for `suffixes`; files named directly or by a glob may have any suffix.
     """
@@ -202,7 +202,7 @@ def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
 
 
 def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str | None:
-    """Return a line that counts the files read and skipped; None for a single file."""
+    """Return a line with the numbers of files read and skipped; None for a single file."""
     skipped = skipped_suffixes(path, suffixes)
     if split.unused:
         skipped["with test in the name"] = len(split.unused)
@@ -291,7 +291,7 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
         raise ValueError(
             f"not UTF-8 ({file}: {error.reason}). fix: iconv -f ENCODING -t utf8"
         ) from None
-    # The text after the last separator is a document too.
+    # The text after the last separator is also a document.
     yield Part("".join(lines))
 
 
@@ -326,8 +326,8 @@ def read_rows(file: Path, field: str) -> Iterator[str]:
 def open_rows(file: Path, field: str) -> Iterable:
     """Open a .jsonl, .parquet or .csv file as pyarrow RecordBatches with only the column `field`.
 
-    The column's type is given, so pyarrow does not infer it: text that looks like a date stays
-    text.
+    pyarrow is given the column's type, so it does not infer one, and text that looks like a date
+    stays text.
     """
     import pyarrow
     from pyarrow import csv, dataset, json
@@ -337,7 +337,7 @@ def open_rows(file: Path, field: str) -> Iterable:
         # Read few rows ahead: the default reads 2 million rows, however long they are.
         rows = dataset.dataset(file, schema, "parquet")
         return rows.to_batches(batch_size=ROWS_AHEAD, batch_readahead=1, fragment_readahead=1)
-    # pyarrow rejects a file without rows, which is valid here: it has no documents.
+    # pyarrow rejects a file without rows. Here, such a file is valid and has no documents.
     if is_blank(file):
         return []
     if file.suffix.lower() == ".jsonl":
@@ -346,7 +346,7 @@ def open_rows(file: Path, field: str) -> Iterable:
         return json.open_json(file, json.ReadOptions(block_size=BLOCK_BYTES), parse)
     return csv.open_csv(
         file,
-        csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),  # with row numbers in errors
+        csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),  # errors get row numbers
         csv.ParseOptions(newlines_in_values=True),
         csv.ConvertOptions(
             column_types=schema, include_columns=[field], include_missing_columns=True

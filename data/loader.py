@@ -14,7 +14,7 @@ IGNORE_INDEX = -100  # a target that the loss ignores, as in torch's cross_entro
 # Version of the order of rows. A run resumes only with the order that it began with: increase the
 # version if a change in this file changes a batch.
 ROW_ORDER = 2
-ROUNDS = 12  # of the Feistel network; with 6, the order of 4 to 16 rows is measurably not random
+ROUNDS = 12  # of the Feistel network; with 6, the order of 4 to 16 rows is measurably nonrandom
 
 
 class Batch(NamedTuple):
@@ -79,8 +79,8 @@ class Loader:
 
     def _row(self, start: int) -> np.ndarray:
         """Return the tokens (T + 1,) of a row, which may span several shards."""
-        # Count start and end from the beginning of each shard in turn. A negative start lies in an
-        # earlier shard, an end past the length of the shard in a later one.
+        # Measure start and end from the beginning of each shard in turn. A negative start lies in
+        # an earlier shard, and an end beyond the shard's length lies in a later shard.
         end = start + self.context + 1
         pieces = []
         for shard in self.shards:
@@ -104,9 +104,10 @@ def advise_random_access(shard: np.ndarray) -> None:
 def shuffle(indices: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
     """Map indices below `num_rows` to their values in a permutation that `keys` determine.
 
-    The permutation is computed, not stored, so memory does not depend on `num_rows`: a Feistel
-    network permutes the numbers below the next square, and is applied again to a value outside the
-    range until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    The permutation is computed instead of stored, so memory does not depend on `num_rows`. A
+    Feistel network permutes the numbers below the next square, and values outside the range are
+    permuted again until they are inside (Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002).
     """
     assert (indices < num_rows).all()
     side = isqrt(num_rows - 1) + 1
@@ -118,8 +119,8 @@ def shuffle(indices: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
 
 def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
     """Permute uint64 numbers below side * side, in one round per key."""
-    # A round changes one digit by a function of the other digit, which it keeps. Every round is
-    # therefore invertible, and the network is a permutation.
+    # A round adds a function of one digit to the other digit. The first digit is unchanged, so
+    # every round is invertible, and the network is a permutation.
     high, low = np.divmod(numbers, side)
     for key in keys:
         high, low = low, (high + random_bits(key, low) % side) % side
@@ -127,7 +128,7 @@ def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
 
 
 def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
-    """Map each number n to 64 random bits: entry n of the SplitMix64 sequence from `key`.
+    """Map each number n to 64 random bits: entry n of the SplitMix64 sequence seeded with `key`.
 
     Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """

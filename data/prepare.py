@@ -29,7 +29,8 @@ VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 CHARS_PER_BATCH = 4 * PART_CHARS  # a batch also ends at this number of characters
 MAX_TOKENIZER_CHARS = 50_000_000  # maximum amount of training text for training a tokenizer
-MAX_VALIDATION_BYTES = 2_000_000  # maximum of held-out UTF-8 bytes; whole documents if several
+# Maximum number of held-out UTF-8 bytes. Only the first document is cut to fit this limit.
+MAX_VALIDATION_BYTES = 2_000_000
 
 
 @dataclass(kw_only=True)
@@ -40,7 +41,7 @@ class Source:
     is trained on the training documents.
     """
 
-    tokens = None  # stop after this many training tokens; None: use all
+    tokens = None  # number of training tokens to stop after; None to use all
     is_endless = False  # True if no row repeats
     vocab_size: int
     tokenizer: str | None
@@ -92,7 +93,7 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     tokenizer = None
     if source.tokenizer:
         tokenizer = Tokenizer.load(source.tokenizer)
-        # A run's own tokenizer may have been trained on this text: reuse the corpus built at that
+        # If a run's tokenizer was trained on this text, reuse the corpus that was built at that
         # time.
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
@@ -135,7 +136,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
         if acquire(lock):
-            # Unfinished folders were left by killed processes: a running one would hold the lock.
+            # Unfinished folders are from killed processes: a running process would hold the lock.
             remove_leftovers(folder.parent)
             # Another process may have built it while this one was waiting.
             if not folder.exists():
@@ -147,7 +148,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
 
 
 def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a private folder, and move it into place unless one exists by then."""
+    """Build a corpus in a private folder, and move it into place unless another exists by then."""
     with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
         built = Path(own) / folder.name
         build_corpus(source, tokenizer, built)
@@ -266,7 +267,7 @@ def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple
     for part in parts:
         text = rest + part.text
         while len(text) > PART_CHARS:
-            # If there is none, cut at PART_CHARS, which may change a token.
+            # Without a token boundary, cut at PART_CHARS, which may change a token.
             cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
             yield part._replace(text=text[:cut], is_last=False), before
             before = text[cut - 1]
@@ -296,8 +297,8 @@ def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]
 def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of `text`, without BOS, given the `tokens` of before + text.
 
-    A tokenizer may treat the start of a text specially, such as by adding a space, so the tokens of
-    `text` alone may differ.
+    A tokenizer may treat the start of a text differently, for example by adding a space, so the
+    tokens of `text` alone may differ.
     """
     (start,) = tokenizer.encode_documents([before])
     start = start[: len(start) - len(tokenizer.document_ends)]

@@ -16,17 +16,18 @@ HEADER_BYTES = 1024
 MIN_PROBED_TOKENS = 100  # fewer tokens do not reveal the width of the ids
 PROBED_TOKENS = 1_000_000
 HEADER_FIELDS = ("magic", "version", "num_tokens")
-LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number: GPT-2's ids and Llama 3's
+LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number, for GPT-2 and Llama 3 ids
 
 
 @dataclass(kw_only=True)
 class Pretokenized(Source):
     """Token ids of `tokenizer`, or of an unknown tokenizer with `vocab_size` ids and BOS id `bos`.
 
-    At most `validation_tokens` tokens are held out: the beginning of the first file that
-    split_files() holds out. If there is no such file, the end of the last file is held out, at most
-    5% of it. Files without a header contain ids of `dtype`; null means the dtype of our own shards:
-    uint16 if the vocabulary fits. Raises ValueError for a damaged file or ids of a different dtype.
+    At most `validation_tokens` tokens are held out, from the beginning of the first file that
+    split_files() holds out. If there is no such file, they are at most the last 5% of the last
+    file. Files without a header contain ids of `dtype`; null means the dtype of our own shards,
+    which is uint16 if the vocabulary fits. Raises ValueError for a damaged file or ids of a
+    different dtype.
     """
 
     path: Paths

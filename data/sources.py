@@ -36,7 +36,7 @@ SKIPPED = {
     "site-packages",
     "dist-packages",
 }
-# Matches the header of a generated file, its first HEADER_LINES lines.
+# Matches text in the header of a generated file, which is its first HEADER_LINES lines.
 GENERATED = re.compile(
     r"auto-?generated|automatically generated|generated (by|from|file|code)"
     r"|do not (edit|modify)",
@@ -47,7 +47,7 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
-    """Whether a document is held out: its hash selects about one document in `holdout`."""
+    """Whether a document is held out; the hashes select about one document in `holdout`."""
     return int(text_hash(identity), 16) % holdout == 0
 
 
@@ -60,7 +60,7 @@ class Stdlib(Source):
 
     def __post_init__(self):
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        # Skipped folders are not searched: site-packages may have tens of thousands of files.
+        # Skipped folders are not searched, as site-packages may have tens of thousands of files.
         paths = list(self.root.glob("*.py"))
         for folder in self.root.iterdir():
             if folder.is_dir() and folder.name not in SKIPPED:
@@ -106,7 +106,7 @@ class Packages(Source):
             for file in distribution.files or ():
                 if file.suffix == ".py" and SKIPPED.isdisjoint(file.parts):
                     files[file.as_posix()] = file
-        # Files in one folder are similar: ordering by hash mixes them.
+        # Files in one folder are similar, so mix them with other files by ordering by hash.
         self.files = [files[path] for path in sorted(files, key=text_hash)]
 
     def identity(self) -> str:
@@ -144,13 +144,14 @@ def is_copy(text: str, known: set[int]) -> bool:
 
 @dataclass(kw_only=True)
 class Text(Source):
-    """The user's own files: `path` is a file, a glob, a folder of TEXT_SUFFIXES, or a list of them.
+    """The user's own files: `path` is a file, a glob, a folder, or a list of these.
 
-    A .txt file is split into documents at lines equal to `separator`; the other formats have one
-    document per row, in `text_field`. Files that split_files() holds out are used for validation.
-    If there are none, one document in `holdout` is held out, chosen by hash (at least one). If
-    there is only one document, its end is held out: 5%, and at most MAX_VALIDATION_BYTES. Raises
-    ValueError for a file that cannot be read as text.
+    In a folder, only files with TEXT_SUFFIXES are read. A .txt file is split into documents at
+    lines equal to `separator`; the other formats have one document per row, in `text_field`. Files
+    that split_files() holds out are used for validation. If there are none, about one document in
+    `holdout` is chosen by hash, but at least one in total. If there is only one document, its last
+    5% is held out, but at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be
+    read as text.
     """
 
     path: Paths
@@ -256,10 +257,10 @@ class Hub(Source):
     """A public dataset on the Hugging Face Hub, read with `datasets`.
 
     With `tokens`, the dataset is streamed instead of downloaded, up to that many tokens.
-    `validation` names the dataset's validation split; without it, one document in `holdout` is held
-    out, chosen by hash. If rows are lines, the regular expression `starts` matches the lines that
-    begin a document. The cache key consists of these settings, so a branch given as `revision` is
-    read only once.
+    `validation` names the dataset's validation split; without it, about one document in `holdout`
+    is held out, chosen by hash. If rows are lines, the regular expression `starts` matches the
+    lines that begin a document. The cache key consists of these settings, so a branch given as
+    `revision` is read only once.
     """
 
     repo: str

@@ -24,7 +24,7 @@ from data.prepare import Source, text_hash
 from data.slices import cells
 from data.tokenizer import IdTokenizer
 
-VALIDATION_ROWS = 512  # over all sizes
+VALIDATION_ROWS = 512  # total over all sizes
 
 
 class Row(NamedTuple):
@@ -55,7 +55,7 @@ class Task(Source):
     context: int
     tokenizer: None = field(init=False, default=None)
     is_endless = True
-    length_name = "distance"  # the length in the names of slices
+    length_name = "distance"  # used in the names of slices
 
     def __post_init__(self):
         # If a row of the largest size fits, all rows do.
@@ -71,7 +71,7 @@ class Task(Source):
     @property
     @abstractmethod
     def sizes(self) -> list[int]:
-        """The possible numbers of answers: row n has sizes[n % len(sizes)]."""
+        """The possible numbers of answers per row; row n has sizes[n % len(sizes)] answers."""
 
     @abstractmethod
     def row(self, generator: np.random.Generator, size: int) -> Row:
@@ -116,7 +116,7 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def floor(self) -> float:
-        """The accuracy of answering all questions of a row with its most frequent answer.
+        """Return the accuracy of answering all questions of a row with its most frequent answer.
 
         It is measured on the held-out rows, and averaged over sizes like the accuracy of a model.
         """
@@ -173,7 +173,8 @@ class Recall(Task):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         inputs = np.zeros(self.context, np.int64)
 
-        # The pairs. Two ids are neither key nor value: 0 in the lower half, BOS in the upper one.
+        # The pairs. Two ids are neither keys nor values: 0 in the lower half of the vocabulary, and
+        # BOS in the upper half.
         half = self.vocab_size // 2
         keys = 1 + generator.choice(half - 1, size, replace=False)
         values = half + generator.choice(half - 1, size, replace=False)
@@ -193,11 +194,11 @@ class Recall(Task):
 
 @dataclass(kw_only=True)
 class Track(Task):
-    """State tracking, the word problem of S_n: Merrill et al., 2404.08819.
+    """State tracking as the word problem of the group S_n: Merrill et al., 2404.08819.
 
     Each token is a permutation of `elements` objects, numbered lexicographically. The answer after
-    it is the composition of all permutations so far, applied from first to last. For two objects,
-    it is the parity of the swaps.
+    each token is the composition of all permutations so far, applied from first to last. For two
+    objects, the answer is the parity of the number of swaps.
     """
 
     elements: int
@@ -218,8 +219,8 @@ class Track(Task):
             state = permutation[state]
             states.append(state)
 
-        # Look up the number of each state. Permutations in lexicographic order, read as the
-        # digits of a number, are sorted.
+        # Look up the number of each state. If permutations are read as the digits of numbers, their
+        # lexicographic order is the numeric order, which searchsorted() needs.
         place_values = self.elements ** np.arange(self.elements)[::-1]
         answers = np.searchsorted(permutations @ place_values, np.stack(states) @ place_values)
         positions = np.arange(size)
@@ -257,7 +258,7 @@ class TaskLoader:
 
 @dataclass
 class TaskCorpus(Corpus):
-    """A task instead of a text: it has a loader and an evaluation, but no token ids."""
+    """The corpus of a task, which has a loader and an evaluation, but no token ids."""
 
     task: Task
 

@@ -27,9 +27,9 @@ WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between tw
 # A longer text is encoded in pieces, because SentencePiece is slower on longer texts and encodes
 # each text on one core.
 ENCODED_CHARS = 4000
-CUT_CHARS = 200  # characters at the end of such a piece that are searched for a place to cut
-SPACE = "\u2581"  # SentencePiece's symbol for a space, and therefore decoded to a space
-SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # pieces of its UTF-8 bytes
+CUT_CHARS = 200  # number of characters at the end of a piece that are searched for a place to cut
+SPACE = "\u2581"  # SentencePiece's symbol for a space, which decodes to a space
+SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # the pieces for the UTF-8 bytes of SPACE
 # Files next to the tokenizer's own file. generation_config.json may contain the BOS and EOS ids;
 # from the others, only split_special_tokens in tokenizer_config.json is read. The rest is kept for
 # export.
@@ -51,8 +51,8 @@ class Tokenizer:
     """
 
     FILE = "tokenizer.model"  # the name of the tokenizer's own file
-    # After these tokens, the text decoded so far may still change: a run of byte tokens is
-    # decoded as a whole.
+    # After these tokens, the text decoded so far may still change, because a run of byte tokens
+    # is decoded as a whole.
     unstable_tokens = frozenset()
 
     def __init__(self, files: dict[str, bytes]):
@@ -121,7 +121,7 @@ class Tokenizer:
             if path.suffix == ".json":
                 return JsonTokenizer({JsonTokenizer.FILE: content, **configs})
             return cls({cls.FILE: content, **configs})
-        except Exception as error:  # the library tokenizers raises Exception itself
+        except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
                 f"not a tokenizer with BOS and EOS ({path}: {error}). fix: set data.tokenizer to "
                 "a different file, or import its folder with tools.import_hf"
@@ -235,7 +235,7 @@ class Tokenizer:
         start = 0
         end = ENCODED_CHARS
         while end < len(text) and self.encodes_pieces:
-            # Without a place to cut, the piece gets longer.
+            # If there is no place to cut, the piece gets longer.
             cut = self.last_cut(text[end - CUT_CHARS : end])
             if cut > 0:
                 pieces.append(text[start : end - CUT_CHARS + cut])
@@ -247,9 +247,9 @@ class Tokenizer:
     def last_cut(self, text: str) -> int:
         """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.
 
-        Tokens are pieces of the vocabulary. If two adjacent characters are adjacent in no piece, no
-        token contains both, and the text can be cut between them. This holds for models that do
-        not normalize text.
+        Tokens are pieces of the vocabulary. If no piece contains two adjacent characters of a text
+        next to each other, the text can be cut between them. This holds for models that do not
+        normalize text.
         """
         for index in range(len(text) - 1, 0, -1):
             first, second = text[index - 1 : index + 1].replace(" ", SPACE)
@@ -387,14 +387,14 @@ class JsonTokenizer(Tokenizer):
     def last_cut(self, text: str) -> int:
         """Return the index of the last space between two words; 0 if there is none.
 
-        Language-model tokenizers split a text there before they merge.
+        Tokenizers of language models split a text at such spaces before they merge characters.
         """
         match = WORDS.match(text)
         return 0 if match is None else match.end()
 
 
 def splits_special_tokens(files: dict[str, bytes]) -> bool:
-    """Whether special tokens in a prompt are ordinary text, according to tokenizer_config.json."""
+    """Whether tokenizer_config.json declares special tokens in a prompt to be ordinary text."""
     config = json.loads(files.get("tokenizer_config.json", "{}"))
     return config.get("split_special_tokens", False)
 

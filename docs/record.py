@@ -1,11 +1,11 @@
-"""Record commands in a terminal, and draw what it shows as docs/run.svg.
+"""Run commands in a terminal, and draw their output as an SVG image, docs/run.svg.
 
     python docs/record.py docs/run.svg "python train.py data=text data.path=stories.txt" \\
         'python generate.py "Once upon a time"'
 
-The commands run here, one after the other, with the python of this script. A line that was
-overwritten, such as a progress bar, is shown as it was last; of many lines between two others the
-first and the last few are shown.
+The commands run one after the other, with the Python interpreter that runs this script. If a line
+was overwritten, such as a progress bar, only its final state is drawn. If the output of a command
+is long, only its first and last lines are drawn.
 """
 
 import os
@@ -18,16 +18,16 @@ from html import escape
 from pathlib import Path
 
 COLUMNS = 104
-HEAD = 9  # lines of the output of a command that are shown, from its beginning
-TAIL = 17  # and from its end
+HEAD = 9  # number of lines drawn from the beginning of a long output
+TAIL = 17  # number of lines drawn from the end of a long output
 LINE_HEIGHT = 17
-CHARACTER_WIDTH = 7.83  # of a font of 13 pixels
+CHARACTER_WIDTH = 7.83  # in pixels, for a font size of 13 pixels
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BACKGROUND, TEXT, PROMPT = "#0d1117", "#c9d1d9", "#7ee787"
 
 
 def record(command: str) -> list[str]:
-    """Run a command in a terminal of COLUMNS -> the lines that stay on its screen."""
+    """Run a command in a terminal COLUMNS wide; return the lines that stay on the screen."""
     words = shlex.split(command)
     words[0] = sys.executable
     os.environ |= {"COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm"}
@@ -58,7 +58,7 @@ def shorten(lines: list[str]) -> list[str]:
 
 
 def draw(lines: list[tuple[str, str]]) -> str:
-    """Draw lines of (color, text)."""
+    """Return an SVG image of lines, each given as (color, text)."""
     width = round(COLUMNS * CHARACTER_WIDTH + 24)
     height = LINE_HEIGHT * len(lines) + 20
     drawn = [
