@@ -1,4 +1,4 @@
-"""Commands that work with runs:  python -m tools.NAME"""
+"""Commands for runs and models:  python -m tools.NAME"""
 
 import sys
 from importlib import import_module
@@ -17,12 +17,12 @@ COMMANDS = (
     "import_hf",
 )
 
-ANSWERS_FIRST = ("compare", "cost")  # import torch only after parsing their arguments
+ANSWERS_FIRST = ("compare", "cost")  # these import torch only after parsing arguments
 
 
 def import_torch() -> None:
     """Import torch, which takes seconds."""
-    from run.progress import waiting  # which imports tqdm
+    from run.progress import waiting  # imports tqdm
 
     with waiting("loading PyTorch"):
         import_module("torch")

@@ -61,7 +61,7 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 
 @torch.no_grad()
 def attention_weights(model: Transformer, tokens: list[int]) -> Maps:
-    """Return each softmax layer's weights (H, T, T) by layer number; row i is query token i.
+    """Return each softmax layer's weights (H, T, T) by layer number; row i is for query i.
 
     Differential attention has two maps for each pair of heads, one for each softmax.
     """
@@ -80,8 +80,8 @@ def attention_weights(model: Transformer, tokens: list[int]) -> Maps:
 def record_weights(
     maps: Maps, layer: int, kernel: AttentionKernel, args: tuple, kwargs: dict, output: Tensor
 ) -> None:
-    """Store the weights of the first row in `maps`; a forward hook of the layer's kernel."""
-    # With the identity matrix as values, the output is the attention weights.
+    """Forward hook of a layer's kernel: store the weights of the batch's first row in `maps`."""
+    # With the identity matrix as values, the output equals the attention weights.
     q, k, _, visible = args
     identity = torch.eye(k.shape[1]).to(k)
     v = identity[:, None].expand(*k.shape[:3], -1)  # (B, S, K, S)
@@ -109,7 +109,7 @@ def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
             axes = row[head]
             image = axes.imshow(weights, cmap="magma", vmin=0, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer} head {head}", fontsize=7)
-            # Only a short prompt leaves room for labels.
+            # Only short prompts leave room for labels.
             if len(labels) <= MAX_LABELED:
                 axes.set_xticks(ticks, labels, rotation=90, fontsize=5)
                 axes.set_yticks(ticks, labels, fontsize=5)

@@ -1,16 +1,17 @@
-"""Compare training and decoding speed with `transformers` on this machine.
+"""Compare our training and decoding speed with `transformers` on this machine.
 
     python -m tools.bench train model=15m attention=llama optimizer=adamw
-        one optimizer step, here and with the Llama model of `transformers`
+        one optimizer step, with our model and with the Llama model of `transformers`
     python -m tools.bench decode model=15m attention=llama precision=bf16
         greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with weights in this precision
         and in int8, and `generate` of `transformers` with its default cache and compiled
 
 It takes the overrides of train.py. For decoding, context and batch_tokens are fixed.
-The competitors are concurrent processes that take turns, so that a temporary slowdown of the
-machine affects all of them. A JSON line is printed for each with its medians, and the last line has
-the speed ratio, as the median over turns. The first turn of each competitor compiles, which may
-take minutes; compile=false disables compilation, except for the compiled competitor in decoding.
+The competitors run in separate processes that take turns, so that a temporary slowdown of the
+machine affects all of them. A JSON line with the medians is printed for each competitor, and the
+last line has the median of the speed ratios of all turns. The first turn of each competitor
+compiles, which may take minutes; compile=false disables compilation, except for the compiled
+competitor in decoding.
 """
 
 import argparse
@@ -50,7 +51,7 @@ NUM_TURNS = 8  # of each competitor, after the turn that compiles
 PROBE_SIZE = 2048  # width of the square matrices whose product measures peak FLOP/s
 READ_PROBE_SIZE = 2**28  # number of bytes read to measure the memory bandwidth
 NUM_PROBES = 4  # measurements of each kind per turn; the best over all turns counts
-DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # rows, and their final length
+DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # number of rows, their final length
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
 Seconds = dict[str, float]  # by measurement name
@@ -125,7 +126,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
             line["share_whole_attention"] = tokens_share * whole_flops
         print(json.dumps(case | line))
 
-    # The machine's load changes between turns: take ratios within a turn, then their median.
+    # The machine's load changes between turns, so compute ratios within turns, then the median.
     competitors = [name for name in lines if name not in ("ours", OURS_INT8)]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
@@ -139,7 +140,7 @@ def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
-    # Workers inherit that Ctrl-C is ignored: this process handles Ctrl-C and ends the workers.
+    # Workers inherit this handler and ignore Ctrl-C. This process handles it and ends them.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
     signal.signal(signal.SIGINT, handler)
@@ -165,11 +166,11 @@ def summarize(name: str, turns: list[dict], tokens: int) -> dict:
 
 
 def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
-    """Return the FLOP/s of large matrix products: a GPU's known peak, or else a measured value."""
+    """Return the FLOP/s of large matrix products, known for some GPUs and otherwise measured."""
     peak_flops = hardware.peak_flops(device)
     if peak_flops is not None:
         return peak_flops
-    # If the CPU emulates bf16, such a product takes minutes, and fp32 is faster.
+    # If the CPU emulates bf16, a large bf16 product takes minutes, and fp32 is faster.
     if not hardware.multiplies_bf16(device):
         precision = torch.float32
     x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(precision)
@@ -183,7 +184,7 @@ def measure_bandwidth(device: torch.device) -> float:
     if bandwidth is not None:
         return bandwidth
     x = torch.ones(READ_PROBE_SIZE // 4, device=device)  # fp32
-    # Fetching the sum waits for a GPU to finish.
+    # item() waits for a GPU to finish.
     seconds = min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
     return x.nbytes / seconds
 
@@ -242,7 +243,7 @@ def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
 
 
 def train_ours(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
-    # Random tokens train as fast as text.
+    # Training takes the same time on random tokens as on text.
     tokens = random_tokens(settings, 100 * settings.context, torch.device("cpu"))
     shards = [tokens.flatten().numpy().astype(np.uint32)]
     batch_size = settings.sequences_per_process(1)
@@ -290,12 +291,13 @@ def train_transformers(settings: Settings, device: torch.device, precision: torc
 def decode_ours(
     settings: Settings, device: torch.device, precision: torch.dtype, *, int8: bool = False
 ) -> Step:
-    # Initialize the weights: all pages of untouched memory are the same page, which a cache holds.
+    # Initialize the weights. Otherwise, all pages of the untouched memory would be one physical
+    # page, which fits into the processor's cache.
     model = build_model(settings.model, device, dtype=precision)
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
-    # As in generate.py: matrix products for few rows, and a compiled or captured step.
+    # As in generate.py, use matrix products for few rows, and compile or capture the step.
     quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
@@ -385,7 +387,7 @@ def llama_config(settings: Settings) -> dict:
 
 
 def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.dtype]:
-    """Return settings, device and matmul dtype. Exits with code 2 if an override is wrong."""
+    """Return settings, device and dtype of products. Exits with code 2 for a wrong override."""
     with errors.user_input():
         settings = compose(
             ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]

@@ -1,9 +1,10 @@
-"""Print the cost of every attention variant in a run, or only of attention=A,B:
+"""Print the cost of a run with every attention variant, or only with attention=A,B:
 
     python -m tools.cost model=124m context=4096
     python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
 
-It takes the overrides of train.py. Models are built on PyTorch's meta device: nothing is computed.
+It takes the overrides of train.py. Models are built on PyTorch's meta device, so
+nothing is computed.
 """
 
 import sys
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides
 
-    # Remove overrides of the attention: each attention has a separate row.
+    # Remove overrides of the attention, because each attention variant has a separate row.
     expand_sweep(overrides)  # checks all overrides
     names = []
     others = []
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
-    """Return the cells of COLUMNS for a run with this attention and these overrides of train.py."""
+    """Return the cells of COLUMNS for a run with this attention variant and these overrides."""
     # One sequence is a valid batch at every context.
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]

@@ -1,4 +1,4 @@
-"""Describe this machine, and report anything that slows training:
+"""Describe this machine, and report anything that slows down training:
 
     python -m tools.doctor
 
@@ -47,7 +47,7 @@ def describe_machine(device: torch.device) -> None:
 
 
 def slow(device: torch.device) -> list[str]:
-    """Return the findings that make training slow on a device, each with a fix."""
+    """Return the problems that slow down training on a device, each with a fix."""
     findings = []
     missing = compilation.missing_for_compilation(device)
     if missing is not None:
@@ -66,8 +66,8 @@ def slow(device: torch.device) -> list[str]:
             num_threads, _ = threads.free_threads(num_threads)
         findings.append(
             f"other programs use {load:.1f} of {num_cores} cores, so train.py would use "
-            f"threads={num_threads}. fix: stop them or wait; set OMP_NUM_THREADS=1 if they stay, "
-            f"or OMP_NUM_THREADS={num_cores} to use all cores"
+            f"threads={num_threads}. fix: stop them or wait; set OMP_NUM_THREADS=1 if they keep "
+            f"running, or OMP_NUM_THREADS={num_cores} to use all cores"
         )
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None

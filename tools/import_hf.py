@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def import_model(args: argparse.Namespace) -> None:
-    """Read a model of transformers, and write it as a checkpoint."""
+    """Read a transformers model, and write it as a checkpoint."""
     # Find all errors in the folder before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
         if is_run(args.folder):

@@ -1,4 +1,4 @@
-"""Measure how long trained models take to decode with a cache."""
+"""Measure the time that trained models need to decode with a cache."""
 
 from collections import defaultdict
 from functools import partial
@@ -17,7 +17,7 @@ from run.progress import waiting
 
 NEW_TOKENS = 32  # number of tokens generated for each sequence
 Latencies = dict[str, dict[str, float]]  # medians in ms, by model and column title
-TURNS = 3  # number of turns per model, and of runs per turn
+TURNS = 3  # number of turns per model, and number of runs per turn
 # Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
@@ -26,8 +26,8 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[str, Path]) -> Latencies:
     """Map each run name to its median decoding times in ms at full context, by column title.
 
-    Models are loaded as generate.py loads them: not compiled, and captured on CUDA. They take
-    turns, so that a slowdown of the machine affects all of them.
+    Models are loaded as in generate.py: they are not compiled, but captured as CUDA graphs on a
+    GPU. They take turns, so that a slowdown of the machine affects all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
     total = TURNS * len(runs) * len(ROWS)
@@ -64,7 +64,7 @@ def times(model: Transformer, num_rows: int) -> list[float]:
 
 
 def time_generation(engine: Engine, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
-    """Continue all prompts together; return the seconds to the first tokens, and for later ones."""
+    """Continue all prompts together; return the seconds for the first and for all later tokens."""
     sequences = [Sequence([*prompt], num_new) for prompt in prompts]
     start = perf_counter()
     generated = engine.generate(sequences)

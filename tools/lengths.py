@@ -1,4 +1,4 @@
-"""Length extrapolation: evaluate a run with more context than it was trained with."""
+"""Length extrapolation: evaluate a run at longer contexts than in training."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from training.setup import open_run_corpus
 MULTIPLES = (1, 2, 4)  # of the training context
 LONGEST = MULTIPLES[-1]
 NUM_TARGETS = 16_384  # number of text tokens that are scored
-BATCH_TOKENS = 4096  # number of inputs computed together
+BATCH_TOKENS = 4096  # number of inputs processed together
 
 
 def measure_lengths(run_dir: Path | None) -> dict[str, float]:

@@ -23,10 +23,11 @@ def load_to_score(
     context: int | None = None,
     precision: str = "auto",
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
-    """Load a model for scoring text; return the results of `load` and the dtype of its products.
+    """Load a model for scoring text; return the results of `load` and the dtype of products.
 
     With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
-    so a checkpoint has the loss that its run logged. Other dtypes mean the same as in generation.
+    so a checkpoint has the loss that its run logged. Other values have the same effect as in
+    generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)
@@ -66,15 +67,15 @@ def total_nats(
     *,
     precision: torch.dtype = torch.float32,
 ) -> float:
-    """Return the loss summed over the scored tokens of all rows, run in batches of `batch_size`.
+    """Return the sum of the losses of all scored tokens, computed in batches of `batch_size` rows.
 
     Matrices are multiplied in `precision`, or in the dtype of the weights if `precision` is fp32.
-    If `bos` is a token id, it begins a document, and no token attends to another document.
+    If `bos` is given, this token begins a document, and no token attends to another document.
     """
     device = model.embed.weight.device
     total = 0.0
-    # Rows of a batch have similar lengths. They are padded on the right, which earlier tokens do
-    # not attend to.
+    # Rows of a batch have similar lengths. The padding is on the right, so no token of a row
+    # attends to it.
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     with waiting(f"scoring {len(rows)} windows", len(rows)) as bar:
         for start in range(0, len(rows), batch_size):

@@ -88,7 +88,7 @@ PRESETS = {
     "chunked": ["chunk None -> 128 (approximate): layers [0, 1, 2]"],
     "gated": ["an output gate of 1/2, with o_proj doubled (exact): layers [0, 1, 2, 3]"],
     "gdn": [
-        "a recurrence with these projections; everything else is new (approximate): layers [0, 1, 2]",
+        "a recurrence with the old projections; everything else is new (approximate): layers [0, 1, 2]",
         "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "gpt_oss": [
@@ -101,7 +101,7 @@ PRESETS = {
     ],
     "local_global": ["window None -> 128 (approximate): layers [0, 1, 2]"],
     "mamba2": [
-        "a recurrence with these projections; everything else is new (approximate): layers [0, 1, 2]",
+        "a recurrence with the old projections; everything else is new (approximate): layers [0, 1, 2]",
         "an output gate of 1/2, with o_proj doubled (exact): layers [3]",
     ],
     "mha": ["key-value heads 2 -> 4, repeated (exact): layers [0, 1, 2, 3]"],
@@ -317,7 +317,7 @@ REFUSED = [
     ("gqa", "attention=mla attention.rank=100000", "attention.rank=160"),
     ("gqa", "attention._target_=model.layers.Linear", "leave attention."),
     ("gqa", "attention._target_=model.layers.rms", "leave attention."),
-    ("mla", "attention=gqa", "train the new attention from scratch"),
+    ("mla", "attention=gqa", "train the new attention variant from scratch"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
     ("gated", "attention=mla", "an attention with gate_proj.weight"),
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),

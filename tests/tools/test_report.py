@@ -299,7 +299,8 @@ def test_the_answer_for_a_task_counts_seeds_and_reports_if_they_suffice(write):
     # Fisher's exact test of 4 of 4 against 0 of 4 gives p = 2 / 70, below 5 %.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
     assert answer.startswith(
-        "Take mqa: 4 of 4 seeds solve recall (at least 90 % accuracy), and 0 of 4 seeds of gqa;"
+        "Take mqa: 4 of 4 seeds solve recall (at least 90 % accuracy), compared with 0 of 4 seeds "
+        "of gqa;"
     )
     # 3 of 3 against 0 of 3 gives p = 2 / 20.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 3}, 3)))
@@ -336,8 +337,8 @@ def test_the_answer_names_a_smaller_cache_that_solves_a_task_equally_well(write)
     runs = tuned(recalled({"gqa": 3, "mqa": 3, "retention": 0}, 3))
     answer = answer_of(write, runs)
     assert answer.startswith(
-        "gqa solves recall with all seeds (3 of 3, at least 90 % accuracy), and so does mqa with "
-        "50 % of its cache (3 of 3)."
+        "gqa solves recall with all seeds (3 of 3, at least 90 % accuracy), and so does mqa "
+        "(3 of 3), with 50 % of the cache size."
     )
 
 
@@ -363,8 +364,8 @@ def test_speeds_are_not_compared_if_seeds_of_the_same_variant_differ(write, devi
     assert "Training speeds are comparable" in write(runs)[1]
     runs[-1].tokens_per_second *= 1.5
     assert (
-        "Training speeds are not comparable, because runs differ: seeds of one variant by a factor "
-        "of 1.5." in write(runs)[1]
+        "Training speeds are not comparable: the seeds of one variant differ by a factor of 1.5."
+        in write(runs)[1]
     )
 
 
@@ -376,8 +377,8 @@ def test_speeds_are_not_compared_if_seeds_of_the_same_variant_differ(write, devi
             {},
             "are comparable: the machines are of the same kind, and other programs used 0.1 to 0.3",
         ),
-        ((0.1, 1.4), {}, "are not comparable, because runs differ: other programs used 0.1 to 1.4"),
-        ((0.1, 0.1), {"threads": 2}, "are not comparable, because runs differ: threads 2 or None."),
+        ((0.1, 1.4), {}, "are not comparable: other programs used 0.1 to 1.4"),
+        ((0.1, 0.1), {"threads": 2}, "are not comparable: threads is 2 or None."),
         ((None, None), {}, "may not be comparable: the load of other programs was not recorded"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The answer of a comparison in plain sentences: which variant to choose, and how sure it is."""
+"""The answer of a comparison in plain sentences: which variant to choose, and how sure that is."""
 
 import math
 from collections import defaultdict
@@ -44,7 +44,7 @@ class Gaps(NamedTuple):
     """The data that the runs lack for a decision."""
 
     data: list[str]  # each shortage as text, such as "1 of 3 seeds"
-    remedies: list[str]  # against all gaps
+    remedies: list[str]  # actions that would close all gaps
     has_untuned: bool  # whether learning rates are untuned
 
 
@@ -101,7 +101,7 @@ def answer_accuracies(comparison: Comparison) -> Answer:
     totals = {name: len(runs) + comparison.num_diverged(name) for name, runs in groups.items()}
     solved = {name: num_solved(runs) for name, runs in groups.items()}
 
-    # Most seeds first, then the fewest tokens until they solve it.
+    # Sort by the share of seeds that solve the task, then by the tokens that they need.
     def rank(name: str) -> tuple[float, float]:
         tokens = tokens_until_solved(groups[name])
         return -solved[name] / totals[name], math.inf if math.isnan(tokens) else tokens
@@ -123,15 +123,15 @@ def answer_accuracies(comparison: Comparison) -> Answer:
     if at_edge:  # in a comparison of losses, these verdicts are withheld
         names = ", ".join(at_edge)
         gaps.remedies.append(
-            f"a wider range of learning rates for {names} (the best is at its edge)"
+            f"a wider range of learning rates for {names} (the best one is at the edge)"
         )
     ours = f"{of_seeds(baseline)} seeds of {baseline}"
     if not comparison.others:
         headline = f"{baseline} is the only variant: there is nothing to compare it with."
     elif better:
         claim = (
-            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), and "
-            f"{ours}; this difference is significant (Fisher's exact test at 5 %)."
+            f"{of_seeds(top)} seeds solve {task} (at least {percent(SOLVED)} accuracy), "
+            f"compared with {ours}; this difference is significant (Fisher's exact test at 5 %)."
         )
         headline = f"Take {top}: {claim}"
         if gaps.remedies:
@@ -150,8 +150,8 @@ def answer_accuracies(comparison: Comparison) -> Answer:
         if share < 1:
             headline = (
                 f"{baseline} solves {task} with all seeds ({of_seeds(baseline)}, at least "
-                f"{percent(SOLVED)} accuracy), and so does {smallest} with {percent(share)} of its "
-                f"cache ({of_seeds(smallest)})."
+                f"{percent(SOLVED)} accuracy), and so does {smallest} ({of_seeds(smallest)}), with "
+                f"{percent(share)} of the cache size."
             )
     elif gaps.data:
         headline = f"Too little data to choose: {', '.join(gaps.data)}."
@@ -193,7 +193,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
         remedies.append("the same number of tokens for all runs")
 
     ratio = min(run.last["tokens"] / run.model.num_parameters() for run in firsts)
-    # Rounded, because parameter counts are matched only to within a few in a thousand.
+    # Rounded, because parameter counts are matched only to within 0.5%.
     if round(ratio, 1) < MIN_TOKENS and firsts[0].task == "text":
         data.append(f"{ratio:.2g} of {MIN_TOKENS} tokens per parameter")
         remedies.append(f"{MIN_TOKENS} tokens per parameter ({enough_tokens(firsts)})")
@@ -210,14 +210,14 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> Gaps:
 
 
 def enough_tokens(runs: list[Run]) -> str:
-    """Return overrides to train all models on MIN_TOKENS per parameter, and the time this takes."""
+    """Return overrides to train all models on MIN_TOKENS per parameter, and the time needed."""
     tokens = MIN_TOKENS * max(run.model.num_parameters() for run in runs)
     steps = math.ceil(tokens / runs[0].settings["batch_tokens"])
     text = f"steps={steps} max_minutes=null"
     seconds = tokens / min(run.tokens_per_second for run in runs)
     if math.isfinite(seconds):
         text += f", about {duration(seconds)} per run at this speed"
-    # Up to four epochs on a text are nearly as good as new text (2305.16264).
+    # Up to four epochs on a text are nearly as good as training on new text (2305.16264).
     passes = max(tokens / run.last["tokens"] * run.last.get("epoch", 0.0) for run in runs)
     if passes > MAX_EPOCHS:
         text += f", but {passes:.0f} passes over this text: use a longer text or a smaller model"

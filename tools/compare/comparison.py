@@ -25,7 +25,7 @@ class Comparison:
 
     groups: Groups  # the judged runs of each variant; the best variant first
     baseline: str
-    losses: dict[str, Losses]  # of each variant whose learning rates were searched
+    losses: dict[str, Losses]  # for each variant whose learning rates were searched
     diverged: Counter  # number of diverged seeds by variant
 
     @property
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def stem(name: str) -> str:
-    """Remove from a variant's name the settings that were appended to make it unique."""
+    """Remove the settings that were appended to a variant's name to make it unique."""
     return name.partition(" ")[0]
 
 

@@ -34,7 +34,7 @@ class Job:
     overrides: list[str]
     baseline: "Job | None" = None
     factor: float | None = None  # multiplies the learning rates, in a search for the best ones
-    compared_with: str | None = None  # the baseline of its size
+    compared_with: str | None = None  # the baseline of the same size
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
     # During training: the process, the environment that assigns it a GPU, and the locked log.
@@ -63,7 +63,7 @@ class Job:
             self.finish()
 
     def try_start(self, free_gpus: list[Environment]) -> None:
-        """Start train.py, unless another call trains the run, or nothing is left to train."""
+        """Start train.py, unless another call is training the run or the run is finished."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true requires a folder
         log = open_locked(self.log_path)
         if log is None:
@@ -95,7 +95,7 @@ class Job:
         self.log = log
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did, and train on its number of tokens if the time is limited."""
+        """Compile if the baseline did; if time is limited, train on the baseline's token count."""
         if self.baseline is None:
             return
         settings = compose(self.overrides)
@@ -175,8 +175,8 @@ def open_locked(path: Path) -> IO | None:
     """Open and lock the log of a run; return None if another call has locked it.
 
     The training process inherits the lock with its standard output. So if this process is killed
-    while the run trains, the log stays locked until the training process has ended as well. The
-    lock is not a FileLock of the library filelock, because child processes do not inherit one.
+    during training, the log stays locked until the training process has ended as well. The
+    lock is not a FileLock of the filelock library, because child processes do not inherit those.
     """
     log = path.open("a+", encoding="utf-8")
     try:
@@ -231,7 +231,7 @@ def train_all(jobs: list[Job]) -> None:
 def gpu_environments(device: str) -> list[Environment]:
     """Return one environment for each concurrent run, each with a different GPU.
 
-    Without several GPUs, the runs take turns, in an unchanged environment.
+    With at most one GPU, the runs take turns in an unchanged environment.
     """
     count = 0
     if device in ("auto", "cuda"):

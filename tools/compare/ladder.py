@@ -1,4 +1,4 @@
-"""Whether differences from the baseline grow or shrink with model size."""
+"""Judge whether differences from the baseline grow or shrink with model size."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ CLAUSES = {
     "lead shrinks": "The lead of {names} shrinks with the size.",
     "deficit grows": "The deficit of {names} grows with the size.",
     "deficit shrinks": "The deficit of {names} shrinks with the size.",
-    CANNOT_TELL: "The runs cannot tell whether the difference of {names} grows or shrinks.",
+    CANNOT_TELL: "Undecided whether the difference of {names} grows or shrinks.",
 }
 LADDER = """
 Each size has its own verdicts further down. The trend is the slope of a straight line fitted to the
@@ -31,14 +31,14 @@ the 95 % interval of the slope excludes zero. The intervals are simultaneous ove
 """
 COMPUTE = """
 For each variant, a power law, loss = a x FLOPs ^ -exponent, is fitted to all runs. The baseline's
-power law gives the compute at which the baseline would reach the variant's loss at the largest
+power law gives the compute that the baseline would need to reach the variant's loss at the largest
 size, as a multiple of the baseline's own compute at that size. This assumes that parameters and
 tokens grow in the same proportion.
 """
 
 
 class Rung(NamedTuple):
-    """The runs at one model size: the losses of each variant, including the baseline."""
+    """One model size, with the losses of each variant, including the baseline."""
 
     dim: int
     flops: float  # training FLOPs of a run of the baseline
@@ -153,7 +153,7 @@ def describe_trends(rungs: list[Rung], trends: dict[str, Trend]) -> str:
         if names:
             sentences.append(clause.format(names=", ".join(names)))
     span = rungs[-1].flops / rungs[0].flops
-    return f"Over {span:.3g} times the training compute: {' '.join(sentences)}"
+    return f"Training compute grows {span:.3g}-fold across the sizes. {' '.join(sentences)}"
 
 
 def ladder_rows(
@@ -277,7 +277,7 @@ def difference_variance(samples: Samples, name: str, baseline: str) -> list[tupl
 
 
 def trend_text(low: float, high: float, difference: float) -> str:
-    """Describe how the difference at the largest size changes, given the interval of its slope."""
+    """Describe a trend, given the interval of its slope and the difference at the largest size."""
     if low <= 0 <= high:
         return CANNOT_TELL
     noun = "lead" if difference < 0 else "deficit"

@@ -76,7 +76,7 @@ def evaluate(
     margin: float,
     num_measures: int = 1,
 ) -> Result:
-    """Measure all runs, and judge the variants against the baseline if it has a value.
+    """Measure all runs, and judge the variants against the baseline if it has values.
 
     The significance level is divided by `num_measures`, the number of measures in one table.
     """

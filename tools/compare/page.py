@@ -101,7 +101,7 @@ class Page:
     def figure(self, figure: Figure, caption: str) -> str:
         """Add a figure, and return its SVG. Black becomes the color of the surrounding text."""
         buffer = StringIO()
-        # Number the ids in the SVG in order, so that they are not random.
+        # With a fixed salt, the ids in the SVG are not random; each figure has a different salt.
         with rc_context({"svg.hashsalt": str(len(self.blocks))}):
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         _, tag, drawing = buffer.getvalue().partition("<svg")

@@ -16,7 +16,7 @@ from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import set_up_run
 
 SIZE_TOLERANCE = 0.005  # sizes count as equal up to this relative difference
-# The sizes of a model that --match makes equal.
+# The measures of model size that --match can make equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
 
@@ -146,9 +146,9 @@ def next_searches(variants: list[Variant]) -> list[Job]:
 def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
     """Train jobs and return them. The first job of each size determines how long the others train.
 
-    If there are `earlier` jobs, the first job is among them.
+    The first job of a size may be among the `earlier` jobs.
     """
-    firsts = {}  # first job by the baseline of its size
+    firsts = {}  # first job of each size, by the name of the baseline
     for job in [*earlier, *jobs]:
         first = firsts.setdefault(job.compared_with, job)
         if job is not first:

@@ -152,8 +152,8 @@ def draw_ladder(
 def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
     """Return axis limits that include all values except those far from the median row.
 
-    "Far" means farther than REACH times the median distance of rows from the median row, or the
-    median width of a row if that is larger. The axis includes the values of `lines`.
+    "Far" means farther than REACH times a typical distance: the median distance of rows from the
+    median row, or the median width of a row if that is larger. The axis includes `lines`.
     """
     drawn = [row.values for row in rows if row.values]
     middles = [fmean(values) for values in drawn]
@@ -188,7 +188,7 @@ def shorten(label: str) -> str:
 
 
 def draw_searches(losses: dict[str, Losses]) -> Figure:
-    """Plot the loss of each variant over the factors of its learning rates, on a log axis."""
+    """Plot the loss of each variant against the factors of its learning rates, on a log axis."""
     figure, axes = new_figure("learning-rate factor", "val_loss, nats", 4.0)
     axes.set_xscale("log", base=2)
     for name, by_factor in losses.items():

@@ -32,10 +32,9 @@ Seeds are not paired.
 VERDICT_NAMES = """
 Better: the whole interval is below zero. As good: it ends below the margin of {margin:g}, which
 should be chosen before training. Worse: the whole interval is above zero, and it ends beyond the
-margin. Cannot tell: the runs do not exclude either. This does not mean that the losses are equal:
-more seeds may show a difference. A variant gets no verdict if training diverged with some of its
-seeds, or if its best learning rate is the lowest or highest one tried; the same holds for the
-baseline.
+margin. Cannot tell: none of these holds. This does not mean that the losses are equal: more seeds
+may show a difference. A variant gets no verdict if its training or the baseline's training diverged
+with some seeds, or if the best learning rate of either is the lowest or highest one tried.
 """
 EQUAL = "The intervals are from Dunnett's test, with one variance pooled over all variants."
 UNEQUAL = """
@@ -307,9 +306,9 @@ def add_costs(page: Page, groups: Groups) -> str:
 
 
 def describe_speeds(groups: Groups) -> str:
-    """Describe whether training speeds can be compared: the machines and other programs' load.
+    """State whether training speeds can be compared, given the machines and other programs' load.
 
-    On a GPU, the load is shown but otherwise ignored, because most of it slows nothing down.
+    On a GPU, the load is shown but otherwise ignored, because it rarely slows down training.
     """
     runs = [run for members in groups.values() for run in members]
     machines = [run.settings.get("machine", {}) for run in runs]
@@ -318,7 +317,7 @@ def describe_speeds(groups: Groups) -> str:
     for key in SPEED_KEYS:
         values = sorted({str(machine.get(key)) for machine in machines})
         if len(values) > 1:
-            differences.append(f"{key} {' or '.join(values)}")
+            differences.append(f"{key} is {' or '.join(values)}")
     loads = [run.other_load for run in runs if run.other_load is not None]
     load = ""
     if loads:
@@ -327,14 +326,14 @@ def describe_speeds(groups: Groups) -> str:
         if is_cpu and max(loads) - min(loads) >= FEW_CORES:
             differences.append(load)
 
-    # A constant load can also slow runs, and so do other runs on the same GPU. All seeds of a
-    # variant perform the same computation: compare their speeds.
+    # A constant load can also slow down runs, and so can other runs on the same GPU. All seeds of
+    # a variant perform the same computation, so compare their speeds.
     spread = max(speed_spread(members) for members in groups.values())
     if spread >= MAX_SPREAD:
-        differences.append(f"seeds of one variant by a factor of {spread:.1f}")
+        differences.append(f"the seeds of one variant differ by a factor of {spread:.1f}")
 
     if differences:
-        return f"Training speeds are not comparable, because runs differ: {'; '.join(differences)}."
+        return f"Training speeds are not comparable: {'; '.join(differences)}."
     if len(loads) < len(runs):
         return (
             "Training speeds may not be comparable: the load of other programs was not recorded "

@@ -1,4 +1,4 @@
-"""Read finished runs, record them, and group those that differ only by their seed."""
+"""Read finished runs, record them, and group runs that differ only in their seed."""
 
 import json
 import math
@@ -22,8 +22,8 @@ from run.errors import IntegrityError
 from run.instantiate import instantiate
 from run.settings import flatten
 
-# Settings that only name a run are not compared. The length of a run is stored in `tokens`, its
-# machine in `machine.`.
+# Settings that are not compared. Some only name a run. Others affect its length and its machine,
+# which are compared as `tokens` and `machine.`.
 NOT_COMPARED = (
     "name",
     "run_dir",
@@ -36,7 +36,7 @@ NOT_COMPARED = (
     "device",
     "compile",
 )
-# The length, the machine and the intervals of a run do not define a variant either.
+# The length, the machine and the logging intervals of a run do not define a variant either.
 NOT_IDENTITY = (
     *NOT_COMPARED,
     "tokens",
@@ -69,7 +69,7 @@ class Run:
     factor: float | None = None  # of the learning rates, if the run is part of a search
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
-    command: str | None = None  # command line of the comparison that trained it, with its margin
+    command: str | None = None  # command line of the comparison that trained it
     overrides: list[str] = field(default_factory=list)
     # Measured with the last checkpoint: losses by multiple of the context, ms by column title.
     lengths: dict[str, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Run:
             ) from None
         settings = checkpoint.load_config(newest)
         settings.pop("overrides", None)  # already applied to the settings
-        # Runs are compared only on the same held-out tokens: replace null by the actual number.
+        # Runs are compared only on the same held-out tokens: replace null with the actual number.
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
         speed = median_of_log(lines, "tokens_per_second")
@@ -180,7 +180,7 @@ class Run:
 def median_of_log(lines: list[dict], key: str) -> float | None:
     """Return the median of a metric over the lines that have it; None if none of them has it.
 
-    The first line includes the first steps, which are slower: it counts only if there is no other.
+    The first line counts only if there is no other, because it includes the slower first steps.
     """
     values = [line[key] for line in lines if line.get(key) is not None]
     if not values:
@@ -232,7 +232,7 @@ def group_by_variant(runs: list[Run]) -> Groups:
     that distinguish them are appended, then a number if needed. Raises ValueError if two runs of a
     group have the same seed.
     """
-    groups = defaultdict(dict)  # runs by seed, by name and settings shared by all seeds
+    groups = defaultdict(dict)  # (name, settings shared by all seeds) -> runs by seed
     for run in runs:
         by_seed = groups[run.settings["name"], tuple(run.identity.items())]
         if run.seed in by_seed:

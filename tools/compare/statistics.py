@@ -10,9 +10,9 @@ from scipy import stats
 from scipy.optimize import brentq
 
 LEVEL = 0.05  # probability that any interval in a table misses the true difference
-# If the p-value of Bartlett's test is below this, spreads are assumed to differ. A threshold of
-# 0.01 missed spreads of 1 to 3 among 19 variants with 5 seeds so often that 11% of tables had a
-# false verdict; this value gives 8%.
+# If the p-value of Bartlett's test is below this, spreads are assumed to differ. With a threshold
+# of 0.01, spreads of 1 to 3 among 19 variants with 5 seeds went undetected so often that 11% of the
+# tables had a false verdict; with this threshold, 8% had one.
 UNEQUAL = 0.1
 POWER = 0.8  # probability of finding a detectable difference
 Samples = dict[str, list[float]]  # each variant's values, one per seed
@@ -81,8 +81,8 @@ def judge(
 def critical_value(sizes: tuple[int, ...], level: float) -> float:
     """Return Dunnett's critical value: the largest |t| exceeds it with probability `level`.
 
-    `sizes` are the numbers of values per sample, the baseline's first. scipy.stats.dunnett runs the
-    same test, but its search for the intervals does not always converge.
+    `sizes` are the numbers of values per sample, beginning with the baseline. scipy.stats.dunnett
+    runs the same test, but its search for the intervals does not always converge.
     """
     baseline, *others = sizes
     df = sum(sizes) - len(sizes)
@@ -98,7 +98,7 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
         inside = joint.cdf(value * corner, lower_limit=-value * corner, random_state=0)
         return inside - (1 - level)
 
-    # The critical value lies between those of a single test and of Bonferroni's correction.
+    # The value lies between a single test's critical value and Bonferroni's critical value.
     low = stats.t.ppf(1 - level / 2, df)
     high = stats.t.ppf(1 - level / len(others) / 2, df)
     if len(others) == 1:

@@ -82,7 +82,7 @@ def name_variants(sweep: Sweep) -> Variants:
         named_keys.append("attention")
     variants = {}
     for combination in product(*sweep.values()):
-        # A config group adds its value to the name; another key also adds the last part of the key.
+        # A config group adds only its value to the name; any other key also adds its last part.
         parts = []
         for override in combination:
             key, _, value = override.partition("=")

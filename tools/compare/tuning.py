@@ -17,7 +17,8 @@ Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if 
 class Optimum(NamedTuple):
     """The best factor for the rates, and how much the loss rises at half or twice that factor.
 
-    If the best factor is not `inside` the tried range, a better factor may lie outside.
+    If `is_inside` is false, the best factor is the lowest or highest one tried, and a better factor
+    may lie outside.
     """
 
     factor: float

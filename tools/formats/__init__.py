@@ -1,1 +1,1 @@
-"""Model files: conversion between attentions, and to and from `transformers`."""
+"""Model files: conversion between attention variants, and to and from `transformers`."""

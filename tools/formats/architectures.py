@@ -24,7 +24,7 @@ from tools.formats.decoder import (
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of heads (K * D, ...) from our RoPE to a RoPE that rotates neighbors.
 
-    Our RoPE rotates row d of a head with row d + D/2; the other rotates row 2 d with row 2 d + 1.
+    Our RoPE rotates row d of a head with row d + D/2; the other RoPE, row 2 d with row 2 d + 1.
     """
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
@@ -85,7 +85,7 @@ class SmolLM3(Qwen3):
 
 
 class Qwen2(Qwen3):
-    """Qwen2, 2407.10671: it has no output bias, so ours must be zero."""
+    """Qwen2, 2407.10671, which has no output bias, so our output bias must be zero."""
 
     model_type = "qwen2"
     fixed_knobs = {"bias": True}
@@ -164,7 +164,7 @@ class DeepseekV3(Architecture):
     names = LLAMA_NAMES | {
         "q_down_proj": "q_a_proj",
         "q_down_norm": "q_a_layernorm",
-        "latent_proj": "kv_a_proj_with_mqa",  # one tensor holds this and the next entry
+        "latent_proj": "kv_a_proj_with_mqa",  # one tensor holds this entry and the next
         "rope_proj": "kv_a_proj_with_mqa",
         "latent_norm": "kv_a_layernorm",
         "kv_proj": "kv_b_proj",

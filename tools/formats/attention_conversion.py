@@ -22,8 +22,8 @@ from tools.formats.layer_change import (
     no_formula,
 )
 
-# The logit of a new sink: if any score exceeds -9, the sink's weight is below 2e-5, but has a
-# gradient.
+# The logit of a new sink. If any score exceeds -9, the sink has a weight below 2e-5, but still gets
+# a gradient.
 NO_SINK = -20.0
 # Parts that the old layer may lack -> initial values that leave the output unchanged.
 NEW_PARTS = {
@@ -43,7 +43,7 @@ def convert_layer(layers: Layers, layer: int, weights: Weights) -> Converted:
     new = type(layers.new[layer])
     if (old, new) not in CONVERSIONS:
         change = f"{old.__name__} to {new.__name__}"
-        fix = "train the new attention from scratch"
+        fix = "train the new attention variant from scratch"
         if new is Retention:
             change += ", whose values and gate are wider than any projection of the model"
         if old is SoftmaxAttention:
@@ -151,13 +151,13 @@ def softmax_to_recurrence(layers: Layers, layer: int, weights: Weights) -> Conve
     old = layers.old[layer]
     new = layers.new[layer]
     check_equal(layer, vars(new), {"head_dim": old.head_dim})
-    # QK-norm is dropped: the recurrence normalizes as it needs, without a weight.
+    # QK-norm is dropped, because the recurrence has its own normalization, without a weight.
     check_all_used(layer, weights, PROJECTIONS_AND_NORMS)
     kept = {name: weights[name] for name in weights if name.endswith("_proj.weight")}
     if new.heads != old.kv_heads:
         change_kv_heads(layer, kept, old.kv_heads, new.heads)
     return kept, [
-        Change("a recurrence with these projections; everything else is new", is_exact=False)
+        Change("a recurrence with the old projections; everything else is new", is_exact=False)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a different attention: its config, then its weights."""
+"""Convert the config and the weights of a checkpoint to a different attention variant."""
 
 import re
 from collections import defaultdict
@@ -59,7 +59,7 @@ def convert_config(tree: dict, overrides: list[str]) -> dict:
 
 
 def parse_options(overrides: list[str]) -> dict:
-    """Return option values by key; the key of a preset is "". Raises as convert_config() does."""
+    """Return option values by key; the key of a preset is "". Raises like convert_config()."""
     options = {}
     for parsed in parse_overrides(overrides):
         group, _, key = parsed.key_or_group.partition(".")
@@ -99,7 +99,8 @@ def set_keys(preset: str) -> Iterator[str]:
     content = read_preset(preset)
     own_keys = {key for key, _ in flatten(content) if key != "defaults"}
     # A preset of another mechanism repeats options of gqa, such as rope_base: keep the model's.
-    # But `chunk` is a mask in gqa, and the tokens computed at once in a recurrence.
+    # The exception is `chunk`, which is a mask in gqa, but the number of tokens computed at once in
+    # a recurrence.
     if "defaults" not in content:
         own_keys -= read_preset("gqa").keys() - {"chunk"}
     yield from own_keys
@@ -121,7 +122,7 @@ def read_preset(name: str) -> dict:
 
 
 def set_options(tree: dict, options: dict) -> dict:
-    """Return a model's attention with these options set in every kind of layer that has them."""
+    """Return a model's attention config with these options set in each layer kind that has them."""
     attention = deepcopy(tree["attention"])
     kinds, _ = attention_kinds(attention, tree["depth"])
     for key, value in options.items():
@@ -138,7 +139,7 @@ def set_options(tree: dict, options: dict) -> dict:
 
 
 def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
-    """Return the attention `preset`, with `tree`'s values for options that are not in `explicit`.
+    """Return the attention `preset`, with the values in `tree` for options not in `explicit`.
 
     Raises ValueError if the model's layers have different values for one option of the preset.
     """
@@ -175,13 +176,13 @@ def inherit_options(tree: dict, preset: dict, explicit: set[str]) -> dict:
 
 @torch.no_grad()
 def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Change]]:
-    """Load a checkpoint's weights into a model with a new attention; return each layer's changes.
+    """Load a checkpoint into a model with a new attention variant; return each layer's changes.
 
     `tree` is the config of `model`. Parameters without a counterpart in the old model keep their
     values. Raises ValueError for a conversion without a formula.
     """
     old_tree = checkpoint.load_model_config(path)
-    # The file is memory-mapped: unused weights take no memory.
+    # The file is memory-mapped, so unused weights take no memory.
     stored = load_file(path / "model.safetensors")
     old_blocks = build_model(old_tree, "meta").blocks
     layers = Layers(

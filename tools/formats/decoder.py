@@ -25,7 +25,7 @@ PLAIN_SOFTMAX = {
     "gated": False,
     "bias": False,
 }
-# Knobs that change no logits, or for which every class with their mechanism has an entry.
+# Knobs that change no logits, or that have an entry in every class with their mechanism.
 EXPRESSED = {
     "_target_",
     "_partial_",
@@ -65,7 +65,8 @@ class Architecture:
     # have the values in PLAIN_SOFTMAX.
     fixed_knobs = {}
     free_knobs = ("bias",)
-    # Required knobs of its gated recurrences; without recurrences, the `_target_` of softmax.
+    # Required knobs of gated recurrences. A class without recurrences requires the `_target_` of
+    # softmax attention instead, which no recurrence has.
     recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
     # Entries of config.json that only this class has, and entries that correspond to our knobs.
     constants = {}
@@ -74,8 +75,8 @@ class Architecture:
     # Suffixes of our parameters that the class lacks and that must be zero.
     zeros = ()
 
-    # For an imported class: entries that may be missing or null, and their default values; None is
-    # derived from other entries. All other entries are required.
+    # For an imported class: entries that may be missing or null, and their default values. None
+    # means that the default is derived from other entries. All other entries are required.
     defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:

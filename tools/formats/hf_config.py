@@ -1,4 +1,4 @@
-"""Convert our models to and from classes of `transformers`: the class, and its config.json."""
+"""Convert our model configs to and from a class of `transformers` and its config.json."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tools.formats.hf_rope import rope_from_hf, rope_to_hf
 from tools.formats.layer_knobs import HYBRID, attention_knobs
 from tools.formats.special_tokens import malformed
 
-# Classes of published models that our layers express, and whose tensors are stored as ours.
+# Classes of published models that our layers can express and that store tensors as we do.
 CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
 IMPORTED = [f"{name}ForCausalLM" for name in CLASSES]
 SHAPE = {
@@ -128,7 +128,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
             "rope_scaling": None if scaling is None else rope,
             "rope_parameters": rope,
         }
-    # Despite its name, 1 means that the layer has RoPE.
+    # Despite the name of this entry, 1 means that the layer has RoPE.
     if "rope_base" in architecture.free_knobs:
         config["no_rope_layers"] = [int(layer["rope_base"] is not None) for layer in layers]
     return config | architecture.own_config(tree, layers)
@@ -152,7 +152,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
         fix = "attention=gqa ffn=swiglu norm=rmsnorm model.softcap=null"
         if found == ["attention.qk_norm=before_rope"]:
             needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
-            fix = f"attention.qk_norm={needed or 'null'}, in each of its kinds"
+            fix = f"attention.qk_norm={needed or 'null'} in each kind of layer"
         raise ValueError(
             f"no transformers class has this architecture ({nearest} is the closest, but does not "
             f"support {', '.join(found)}). fix: train again with {fix}"

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Scaling(NamedTuple):
-    """Our class of a scaling, and its knobs by their keys in `transformers`."""
+    """Our class for a scaling, and its knobs by their keys in `transformers`."""
 
     target: str
     knobs: dict[str, str]

@@ -54,7 +54,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
     pairs = torch.arange(old.head_dim // 2)
     is_rotated = (pairs % (old.head_dim // new.rope_dim) == 0).repeat(2)
 
-    # All heads share one rotated key: scale queries (H, R, D) by its weight in their head.
+    # All heads share one rotated key: scale each head's queries (H, R, D) by the key's weight.
     group = old.heads // old.kv_heads
     rotated_k, head_weights = share_rotated_key(k[:, is_rotated], moment)
     head_weights = head_weights.repeat(1, 2).repeat_interleave(group, dim=0)
@@ -70,7 +70,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
     # The rows of kv_proj: keys and values of each query head, padded with zeros.
     up = torch.cat((pad_to(up_k, new.head_dim), pad_to(up_v, new.value_dim)), dim=1)
     up = up.repeat_interleave(group, dim=0)
-    # Scores are divided by the square root of the key width, which changes: undo that in q.
+    # Scores are divided by the square root of the key width, which changes: undo this change in q.
     new_q = torch.cat((pad_to(plain_q, new.head_dim), rotated_q), dim=1)
     new_q *= (new.value_dim / old.head_dim) ** 0.5
     out = weights["o_proj.weight"].unflatten(1, (old.heads, -1))
@@ -114,19 +114,19 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
 
 
 def fold_norm(heads: Tensor, weight: Tensor, moment: Tensor) -> Tensor:
-    """Multiply heads (K, E, D) by the mean scale of the RMSNorm of `weight` (E,) that follows."""
+    """Multiply heads (K, E, D) by the mean scale of the RMSNorm after them, with `weight` (E,)."""
     assert weight.shape == heads.shape[1:2]  # else it would be broadcast
     mean_square = squared_norms(heads, moment) / heads.shape[1]
     return heads * weight[:, None] / mean_square.sqrt()[:, None, None]
 
 
 def squared_norms(heads: Tensor, moment: Tensor) -> Tensor:
-    """Return the mean squared norm (K,) of the outputs of each of the heads (K, E, D)."""
+    """Return the mean squared norm (K,) of each head's outputs, for heads (K, E, D)."""
     return torch.einsum("ked,df,kef->k", heads, moment, heads)
 
 
 def share_rotated_key(keys: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """keys (K, R, D) -> one key (R, D) for all heads, and its weight (K, R / 2) in each head.
+    """Replace keys (K, R, D) with one key (R, D), and its weight (K, R / 2) in each head.
 
     Mixing heads commutes with RoPE if both features of a pair have the same weights. For each pair,
     the first principal component over heads is closest to the heads' keys: RoRoPE, 2502.07864.
@@ -159,9 +159,10 @@ def rotate_on_average(q: Tensor, attention: SoftmaxAttention, context: int) -> T
 def factorize_jointly(
     keys: Tensor, values: Tensor, moment: Tensor, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """keys (K, E, D), values (K, F, D) -> down (R, D), and up (K, E, R) and (K, F, R) of both.
+    """Factorize keys (K, E, D) and values (K, F, D) with a shared down projection (R, D).
 
-    Keys are first scaled to the mean square of the values, so that neither dominates the latent.
+    Returns it, followed by the up projections of keys (K, E, R) and of values (K, F, R). Keys are
+    first scaled to the mean square of the values, so that neither dominates the latent.
     """
     ratio = squared_norms(values, moment).sum() / squared_norms(keys, moment).sum()
     balance = ratio.sqrt()

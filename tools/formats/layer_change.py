@@ -1,4 +1,4 @@
-"""Arguments, results and errors of conversions from one attention to another."""
+"""Arguments, results and errors of conversions from one attention variant to another."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Weights = dict[str, Tensor]  # by their names in the module of a layer's attenti
 
 
 class Change(NamedTuple):
-    """A change to a layer by a conversion, and whether the layer's function stays the same."""
+    """A change to a layer in a conversion, and whether it preserves the layer's function."""
 
     text: str
     is_exact: bool
@@ -73,4 +73,4 @@ def check_all_used(layer: int, weights: Weights, used: Iterable[str]) -> None:
     """Raise ValueError if the new attention leaves any of the weights unused."""
     lost = ", ".join(sorted(weights.keys() - set(used)))
     if lost:
-        raise no_formula(layer, f"{lost} would be lost", f"choose an attention with {lost}")
+        raise no_formula(layer, f"{lost} would be lost", f"choose an attention variant with {lost}")
