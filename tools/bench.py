@@ -140,7 +140,7 @@ def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
-    # Workers inherit this handler and ignore Ctrl-C. This process handles it and ends them.
+    # Workers inherit the setting to ignore Ctrl-C. This process handles Ctrl-C and ends them.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
     signal.signal(signal.SIGINT, handler)

@@ -3,8 +3,8 @@
     python -m tools.cost model=124m context=4096
     python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
 
-It takes the overrides of train.py. Models are built on PyTorch's meta device, so
-nothing is computed.
+It takes the overrides of train.py. Models are built on PyTorch's meta device, so nothing is
+computed.
 """
 
 import sys

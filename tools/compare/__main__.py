@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report_folder(folders: list[Path]) -> Path:
-    """Return the folder for the report, which is the comparison's folder if it is the only one."""
+    """Return the report's folder: the comparison's folder if `folders` contains nothing else."""
     from tools.compare.runs import RECORDS
 
     if len(folders) == 1 and (folders[0] / RECORDS).exists():

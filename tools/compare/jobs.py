@@ -175,8 +175,8 @@ def open_locked(path: Path) -> IO | None:
     """Open and lock the log of a run; return None if another call has locked it.
 
     The training process inherits the lock with its standard output. So if this process is killed
-    during training, the log stays locked until the training process has ended as well. The
-    lock is not a FileLock of the filelock library, because child processes do not inherit those.
+    during training, the log stays locked until the training process has also ended. The lock is
+    not a FileLock of the filelock library, because child processes do not inherit a FileLock.
     """
     log = path.open("a+", encoding="utf-8")
     try:

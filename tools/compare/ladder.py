@@ -21,7 +21,7 @@ CLAUSES = {
     "lead shrinks": "The lead of {names} shrinks with the size.",
     "deficit grows": "The deficit of {names} grows with the size.",
     "deficit shrinks": "The deficit of {names} shrinks with the size.",
-    CANNOT_TELL: "Undecided whether the difference of {names} grows or shrinks.",
+    CANNOT_TELL: "It is undecided whether the difference of {names} grows or shrinks.",
 }
 LADDER = """
 Each size has its own verdicts further down. The trend is the slope of a straight line fitted to the

@@ -24,7 +24,8 @@ from tools.formats.decoder import (
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of heads (K * D, ...) from our RoPE to a RoPE that rotates neighbors.
 
-    Our RoPE rotates row d of a head with row d + D/2; the other RoPE, row 2 d with row 2 d + 1.
+    Our RoPE rotates row d of a head with row d + D/2. The other RoPE rotates row 2 d with row
+    2 d + 1.
     """
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)

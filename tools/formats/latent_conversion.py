@@ -54,7 +54,7 @@ def softmax_to_latent(layers: Layers, layer: int, weights: Weights) -> Converted
     pairs = torch.arange(old.head_dim // 2)
     is_rotated = (pairs % (old.head_dim // new.rope_dim) == 0).repeat(2)
 
-    # All heads share one rotated key: scale each head's queries (H, R, D) by the key's weight.
+    # All heads share one rotated key. Its weight in a head scales the head's queries (H, R, D).
     group = old.heads // old.kv_heads
     rotated_k, head_weights = share_rotated_key(k[:, is_rotated], moment)
     head_weights = head_weights.repeat(1, 2).repeat_interleave(group, dim=0)
