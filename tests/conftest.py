@@ -142,7 +142,7 @@ def every_kind(tree: dict) -> dict:
     every = 1
     while {*pattern[-every:]} != {*pattern}:
         every += 1
-    if "cross_layer" in tree["attention"]["_target_"]:  # a first layer and one that reads it
+    if "cross_layer" in tree["attention"]["_target_"]:  # a first layer, and a layer that reads it
         every = 2
     return tree | {"depth": max(tree["depth"], every)}
 
@@ -213,7 +213,7 @@ def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
 def assert_greedy(
     model: torch.nn.Module, prompt: list[int], one: list[int], other: list[int]
 ) -> None:
-    """Check that greedy continuations are equal up to a near-tie: float64 logits within 0.0001."""
+    """Check that greedy continuations are equal until two float64 logits differ by under 0.0001."""
     assert len(one) == len(other)
     parted = next((at for at in range(len(one)) if one[at] != other[at]), None)
     if parted is not None:  # a near-tie, decided by rounding
@@ -291,9 +291,10 @@ class Result:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
-    """Run `python FILE ARGUMENTS` in this process, in a temporary folder -> exit code, stdout, stderr.
+    """A function that runs `python FILE ARGUMENTS` in this process, in a temporary folder.
 
-    Loss curves are not plotted, which would take as long as training; only `finished` has one.
+    It returns the exit code, stdout and stderr. Loss curves are not plotted, because that would
+    take as long as training; only `finished` has a loss curve.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
@@ -434,7 +435,7 @@ class FirstBatch(Loader):
 
 
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
-    """Overfit one batch -> losses in nats per token, which fall for all seeds in fp32 and bf16."""
+    """Overfit one batch; return the losses in nats per token, which fall in fp32 and bf16."""
     sizes = {
         "context": run.settings.context,
         "batch_size": run.trainer.loader.batch_size,

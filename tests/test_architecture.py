@@ -75,7 +75,7 @@ def test_file_names_are_unique():
 
 
 def test_the_line_count_in_the_readme_is_correct():
-    """Counts all files that the commands import, also in functions and for default presets."""
+    """Counts all files that the commands import, including in functions and for default presets."""
     settings = compose([]).model_dump()
     named = {
         value.rpartition(".")[0] for key, value in flatten(settings) if key.endswith("_target_")
@@ -95,7 +95,7 @@ def test_the_line_count_in_the_readme_is_correct():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_imports_neither_tools_nor_unused_attentions(command):
+def test_a_command_imports_neither_tools_nor_unused_attention_variants(command):
     reached = set()
     waiting = [ROOT / f"{command}.py"]
     while waiting:

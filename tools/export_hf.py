@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write a model's files; return the name of its class and the ways in which programs misread it."""
+    """Write a model's files; return the name of its class and the ways programs misread it."""
     # Find all errors in the model and the arguments before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.run)

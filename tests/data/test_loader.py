@@ -72,7 +72,7 @@ def test_small_texts_are_shuffled_uniformly(num_rows):
         pairs = np.bincount(orders[:, 0] * num_rows + orders[:, 1], minlength=num_rows**2)
         different = pairs.reshape(num_rows, num_rows)[~np.eye(num_rows, dtype=bool)]
         assert stats.chisquare(different).pvalue > 0.001
-    # Of the num_rows - 1 pairs of successive rows, 2 / num_rows are neighbours in the text.
+    # Of the num_rows - 1 pairs of successive rows, 2 / num_rows are neighbors in the text.
     neighbours = (np.abs(np.diff(orders)) == 1).sum(axis=1)
     error = neighbours.mean() - 2 * (num_rows - 1) / num_rows
     assert abs(error) <= 4 * neighbours.std() / len(orders) ** 0.5

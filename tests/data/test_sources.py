@@ -231,13 +231,13 @@ def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
             find_files(["a.txt", *path], TEXT_SUFFIXES)
 
 
-def test_a_separator_that_no_line_can_equal_is_refused(tmp_path):
+def test_a_separator_that_no_line_can_match_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one\n---\ntwo", encoding="utf-8")
     with pytest.raises(ValueError, match=r"whitespace around lines .* fix: data\.separator='---'"):
         source(tmp_path / "a.txt", separator="---\n")
 
 
-def test_unread_files_in_a_folder_are_reported(tmp_path, capsys):
+def test_skipped_files_in_a_folder_are_reported(tmp_path, capsys):
     for name in ("a.md", "b.MD", "c.pdf"):
         (tmp_path / name).write_text("text", encoding="utf-8")
     with pytest.raises(
@@ -458,7 +458,7 @@ def test_documents_are_held_out_by_hash_in_any_order(tmp_path):
         assert held_out == set(filter(is_held_out, documents))
 
 
-def test_one_document_of_a_few_or_the_end_of_a_single_document_is_held_out(tmp_path):
+def test_at_least_one_document_or_the_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
     (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")

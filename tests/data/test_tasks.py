@@ -42,7 +42,7 @@ def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
-    """As in Zoology's multiquery_ar, keys are in the lower half of ids; unused positions are 0."""
+    """Keys are in the lower half of the ids and unused positions are 0, as in Zoology."""
     seen = set()
     for seed, size in enumerate((3, 7, 16) * 20):
         inputs, targets, distances = row(recall(vocab_size=vocab_size), size, seed)
@@ -63,7 +63,7 @@ def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
             key = inputs[query]
             assert targets[query] == values[key]
             assert distances[query] == query - positions[key]
-    # All ids are used except 0 and BOS, which is the last one.
+    # All ids are used except 0 and BOS, which is the last id.
     assert seen <= {*range(1, vocab_size - 1)}
     assert vocab_size > 64 or len(seen) == vocab_size - 2
 
@@ -207,7 +207,7 @@ def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem
 
 
 @pytest.mark.long
-def test_full_attention_recalls_all_values_and_a_window_only_nearby_ones(command):
+def test_full_attention_recalls_all_values_and_a_window_recalls_only_nearby_values(command):
     """64 tokens and 4 pairs, as in Zoology's figure 2, with a convolution before each attention."""
     words = ("data=recall", "context=64", "data.pairs=[4]", "ffn=none", "model.dim=64")
     words = (*words, "model.depth=2", "model.heads=1", "device=cpu", "attention=conv")

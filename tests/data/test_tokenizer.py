@@ -161,7 +161,7 @@ def test_errors_raised_by_the_text_iterator_propagate():
         Tokenizer.train(texts(), 300)
 
 
-def test_a_given_tokenizer_is_used_and_an_invalid_one_is_refused(tmp_path, story, tokenizer):
+def test_a_given_tokenizer_is_used_or_refused_if_it_is_invalid(tmp_path, story, tokenizer):
     path = tmp_path / "given.model"
     path.write_bytes(tokenizer.files["tokenizer.model"])
     corpus = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")

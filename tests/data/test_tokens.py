@@ -97,7 +97,7 @@ def test_a_run_on_token_ids_needs_no_tokenizer(command):
     read, held_out = re.search(r"from ([\d,]+) of ([\d,]+) held-out tokens", result.err).groups()
     assert int(read.replace(",", "")) == last["eval_tokens"]
     assert int(held_out.replace(",", "")) == len(joined(stories(40, 1)))
-    # Losses over 5 seeds, in fp32 and bf16: 4.44 to 4.46 first, 4.08 to 4.11 at the end.
+    # Losses over 5 seeds, in fp32 and bf16: 4.44 to 4.46 at the start, 4.08 to 4.11 at the end.
     assert last["val_loss"] < first["val_loss"] < 4.7
 
     result = command("generate.py", "--run", "run", "5 6 7", "--max-new-tokens", "9", "--stop", "!")

@@ -64,7 +64,7 @@ class Job:
         return partial(self.train, settings_of(*TINY, *WORDS, *STEPS, *words))
 
     def train(self, settings: Settings) -> int:
-        """Run train.py, with resume=true if the folder exists -> the exit code."""
+        """Run train.py, with resume=true if the folder exists; return the exit code."""
         settings.run_dir = str(self.root / "run")
         settings.resume = Path(settings.run_dir).exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
@@ -122,7 +122,7 @@ class Job:
 
 
 def forked(action: Action, *before: Action) -> int:
-    """Run `action` in a fork -> its exit code, or the negative number of the signal that killed it."""
+    """Run `action` in a fork; return its exit code, or minus the number of a fatal signal."""
     return finish(start(action, *before))
 
 
@@ -154,7 +154,7 @@ def finish(pid: int) -> int:
 
 
 def before_operations(root: Path, do: Callable[[int], object]) -> Action:
-    """Before each file operation below `root`, call `do` with its number."""
+    """Call `do` before each file operation below `root`, with the operation's number."""
     numbers = itertools.count(1)
     inside = []
 

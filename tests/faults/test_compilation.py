@@ -82,7 +82,7 @@ def start(cache: Path, *command: str) -> subprocess.Popen:
 
 
 def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) -> str:
-    """Send a signal while a library matching `victim` is still empty -> the process's stderr."""
+    """Send a signal while a library matching `victim` is still empty; return the stderr."""
     sizes = []
     while 0 not in sizes:
         assert process.poll() is None, process.communicate()[1]
@@ -94,7 +94,7 @@ def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) 
     told = process.communicate(timeout=LONG)[1]
     with suppress(ProcessLookupError):  # kill compilers that did not receive the signal
         os.killpg(process.pid, signal.SIGKILL)
-    for library in cache.rglob("*.so"):  # recent libraries are assumed to be still being written
+    for library in cache.rglob("*.so"):  # recent libraries count as incomplete
         os.utime(library, (0, 0))
     return told
 

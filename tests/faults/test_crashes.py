@@ -26,8 +26,8 @@ def judged(job: Job, code: int, whole: Job) -> list[str]:
 def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
     """Resume from the files left by a kill before each file operation; kill every third run again.
 
-    A kill leaves the files unchanged, so one run copies them before each operation; the second kills
-    are real. States whose files have the same names and sizes are tried once.
+    A kill leaves the files unchanged, so one run copies them before each operation. Only the second
+    kills are real. States whose files have the same names and sizes are tried only once.
     """
     found, states = [], []
     copies = job.root.with_name("copies")

@@ -62,7 +62,7 @@ def spoiled(job, whole):
 
 
 def damage(renew, ways: list, tries: int) -> list[str]:
-    """Apply damage -> the cases in which a changed checkpoint was loaded anyway."""
+    """Apply damage; return the cases in which a changed checkpoint was loaded anyway."""
     draw, missed = random.Random(0), []
     job = renew()
     for number in range(tries):
@@ -82,7 +82,7 @@ def damage(renew, ways: list, tries: int) -> list[str]:
             missed.append(f"{path.parent} was deleted")
         if way in (flip, cut, empty):
             path.write_bytes(before)
-        else:  # other files were damaged too
+        else:  # other files were also damaged
             job = renew()
     return missed
 

@@ -91,7 +91,7 @@ def words_of(draw: random.Random) -> list[str]:
 
 
 def outcome(words: list[str]) -> int | str:
-    """Compose a run without opening any data -> its exit code, or an unexpected exception."""
+    """Compose a run without opening any data; return the exit code or an unexpected exception."""
     try:
         with errors.report_errors(), errors.user_input():
             settings = setup.check_buildable(compose(words))
@@ -218,7 +218,7 @@ def take_folder(folder: Path) -> None:
 
 
 def take_checkpoint(path: Path) -> None:
-    """Seal a damaged checkpoint as if it were intact, and use it like the commands."""
+    """Seal a damaged checkpoint as if it were intact, and use it as the commands do."""
     (path / "manifest.json").unlink()
     with sealed.atomic_directory(path.with_name("sealed")) as staging:
         shutil.copytree(path, staging, dirs_exist_ok=True)

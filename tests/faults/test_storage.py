@@ -52,7 +52,7 @@ def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, who
 def test_a_metrics_line_is_written_completely_or_not_at_all(job):
     job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
-    assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is limited too
+    assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is also limited
     lines = [
         json.loads(line)["step"]
         for line in (job.root / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

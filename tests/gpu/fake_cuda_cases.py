@@ -255,7 +255,7 @@ def test_int8_fp16_and_uncached_decoding_synchronize_only_in_listed_functions(gp
 
 
 def capture_notes(variant: str, capsys, *, int8: bool = False) -> str:
-    """Capture a decode step -> the note about a failure, or an empty string."""
+    """Capture a decode step; return the note about a failure, or an empty string."""
     model = decoding_model(f"{variant} model.depth=1", torch.bfloat16, int8=int8)
     engine = Engine(model, SAMPLER, model.new_cache(2, 16, torch.bfloat16, CUDA))
     assert engine.can_capture

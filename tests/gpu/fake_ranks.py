@@ -128,7 +128,7 @@ class RankMonitor(TorchDispatchMode):
 
 @contextmanager
 def process_group(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of `world_size` ranks, of which the others do not exist."""
+    """Make this process rank 0 of `world_size` ranks; the other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

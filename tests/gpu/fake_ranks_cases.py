@@ -104,7 +104,7 @@ def lone_rank() -> Iterator[None]:
 def drawn_gradients(
     monkeypatch, settings: Settings, is_compiled: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Compute gradients for two texts with random weights -> gradients, number of graphs."""
+    """Return the gradients for two texts with random weights, and the number of graphs."""
     ranks = DistEnv(0, 1 if settings.sharded else 2, torch.device("cpu"))
     loss_module, parallel = build_parallel(settings, ranks, torch.float32, bos=0)
     drawn = dict(redraw(build_model(settings.model, "cpu", seed=None)).named_parameters())

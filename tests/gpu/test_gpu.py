@@ -109,7 +109,7 @@ def test_gradients_of_the_compiled_loss_match_the_cpu(variant, context, bos):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_bf16_gradients_are_as_accurate_as_eager_ones(variant):
+def test_compiled_bf16_gradients_are_as_accurate_as_eager_gradients(variant):
     case = (variant, CONTEXTS[1], BOS)
     expected = gradients(*case)
     eager = gradients(*case, device=DEVICE, precision=torch.bfloat16)
@@ -148,9 +148,9 @@ def test_captured_steps_generate_the_same_tokens_as_eager_steps(variant, capsys)
 def decoded_logits(
     model: torch.nn.Module, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode tokens one by one -> logits (T, B, V) in float64 on the CPU.
+    """Decode tokens one by one; return the logits (T, B, V) in float64 on the CPU.
 
-    The weights are int8 if the cache is.
+    The weights are int8 if the cache is int8.
     """
     model = deepcopy(model).to(device, dtype)
     quantize.optimize_for_decoding(model, int8=cache_dtype == torch.int8)

@@ -32,7 +32,7 @@ CASES = [
 
 
 def run(module: str, *arguments: str) -> dict:
-    """Run a test module as a command -> the JSON that it prints."""
+    """Run a test module as a command; return the JSON that it prints."""
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(

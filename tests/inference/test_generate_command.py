@@ -23,7 +23,7 @@ GREEDY = " --temperature 0 --max-new-tokens "
 
 @pytest.fixture
 def generate(command, drawn_run):
-    """Run generate.py with a prompt and options; sums have the same order for a batch and a row."""
+    """Run generate.py on the CPU, where sums have the same order for a batch and a single row."""
     return lambda prompt, words="", *more: command(
         "generate.py", "--device=cpu", *words.split(), *more, prompt
     )
@@ -98,7 +98,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("typed", OPTIONS)
-def test_the_error_for_an_unknown_option_suggests_the_right_one(command, drawn_run, typed):
+def test_the_error_for_an_unknown_option_suggests_the_right_option(command, drawn_run, typed):
     result = command("generate.py", "Ann had", *typed.split())
     (line,) = result.err.splitlines()
     problem, _, fix = line.partition(". fix: ")
@@ -143,13 +143,13 @@ def test_the_error_for_a_wrong_path_suggests_the_nearest_run(drawn_run, path):
 
 
 def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
-    """The prompt is on standard error, in a separate line if standard output is redirected."""
+    """The prompt is on standard error, on a separate line if standard output is redirected."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = generate("Ann had", GREEDY + "3")
     assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
 
 
-def test_an_int8_cache_reports_a_smaller_size(generate):
+def test_the_reported_size_of_an_int8_cache_is_smaller(generate):
     exact, small = (
         re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
         for dtype in ("auto", "int8")

@@ -50,7 +50,7 @@ def test_products_match_float64(compiled, outputs, inputs, tokens, dtype, error,
 
 
 def round_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) in fp32 -> vectors rounded to 127 levels of either sign, in float64."""
+    """Round fp32 vectors x (..., N) to 127 levels of either sign; return them in float64."""
     largest = x.abs().amax(dim=-1, keepdim=True)
     levels = (x * (127 / largest)).round()
     return levels.double() * largest.double() / 127
@@ -79,7 +79,7 @@ def test_int8_products_handle_extreme_inputs(compiled, case, inputs):
         torch.testing.assert_close(y, expected)
 
 
-def test_a_compiled_int8_product_equals_the_eager_one(compiled):
+def test_a_compiled_int8_product_equals_the_eager_product(compiled):
     few = quantize.Int8Linear(torch.randn(48, 32), None)
     x = torch.randn(3, 1, 32)
     compiled_few = torch.compile(few, fullgraph=True, backend="aot_eager")

@@ -85,7 +85,7 @@ def test_sampling_noise_is_exponential_and_independent():
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
-def test_a_repetition_penalty_lowers_seen_tokens_for_logits_of_either_sign(logits):
+def test_a_repetition_penalty_lowers_positive_and_negative_logits_of_seen_tokens(logits):
     seen = torch.tensor([[True, False]])
     assert draws(
         torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2

@@ -83,14 +83,14 @@ def test_streamed_text_matches_text_decoded_at_once(kind, tmp_path):
 
 
 def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Stream tokens one by one after a prompt -> their text."""
+    """Stream tokens one by one after a prompt; return their text."""
     sequence = Sequence([*prompt], len(tokens))
     generated = (sequence for token in tokens if sequence.append(token) is None)
     text = ""
     with patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
         for stream in detokenize(generated, tokenizer, []):
             text = stream.text
-    assert decode.call_count <= 1 + 2 * len(tokens)  # not all tokens for each new one
+    assert decode.call_count <= 1 + 2 * len(tokens)  # no text is decoded from its start
     return text
 
 

@@ -67,7 +67,7 @@ def recurrent(draw: random.Random, heads: int) -> dict:
 
 
 def drawn(seed: int) -> dict:
-    """A model config of two layers, which have different attentions half of the time."""
+    """A model config of two layers, whose attention variants differ half of the time."""
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
     kinds = [
@@ -102,7 +102,7 @@ def test_random_combinations_of_knobs_satisfy_the_laws(seed):
     model = redraw(instantiate(drawn(seed))).double().eval()
     chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
     laws.test_cached_decoding_matches_the_full_forward(model, chunks)
-    laws.test_each_row_of_a_ragged_batch_matches_the_row_alone(model, chunks)
+    laws.test_each_row_of_a_ragged_batch_matches_the_same_row_alone(model, chunks)
     laws.test_future_tokens_do_not_affect_the_logits(model)
     laws.test_packed_documents_match_separate_documents(model)
     laws.test_cache_rows_can_be_reset_and_copied(model)

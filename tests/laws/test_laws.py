@@ -64,7 +64,7 @@ def new_cache(model, batch=3, capacity=16):
 
 
 def feed(model, cache, tokens, chunks, padding=None):
-    """Read tokens (B, T) in chunks of these lengths after `padding` (B,) columns -> logits."""
+    """Read tokens (B, T) in chunks of these lengths after `padding` (B,) columns; return logits."""
     logits = []
     for part in tokens.split(chunks, dim=1):
         pad = None if padding is None else padding.clamp(max=part.shape[1])
@@ -95,7 +95,7 @@ def test_cached_decoding_matches_the_full_forward(model, chunks):
 
 
 @pytest.mark.parametrize("chunks", [(13,), (1,) * 13, (4, 1, 8)])
-def test_each_row_of_a_ragged_batch_matches_the_row_alone(model, chunks):
+def test_each_row_of_a_ragged_batch_matches_the_same_row_alone(model, chunks):
     padding = torch.tensor([6, 0, 10])
     cache = new_cache(model)
     model(TOKENS, cache)

@@ -1,4 +1,4 @@
-"""A new attention needs only a file in model/attention/ and a yaml in configs/attention/."""
+"""A new attention variant needs only files in model/attention/ and configs/attention/."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def test_a_new_variant_needs_only_two_files_to_pass_all_tests(name, tmp_path):
     shutil.copy(HERE / "variant" / f"{name}.py", tmp_path / "model" / "attention")
     shutil.copy(HERE / "variant" / f"{name}.yaml", tmp_path / "configs" / "attention")
 
-    # Run the tests that have its name in their parameters.
+    # Run the tests whose parameters include the variant's name.
     files = files_over_all_attentions()
     options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--junit-xml", "results.xml")
     selected = f"[{name} or -{name} or every_attention"

@@ -179,7 +179,7 @@ def test_buffers_keep_their_dtype_in_a_low_precision_model(
     optimize_for_decoding(model, int8)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     cache = model.new_cache(1, 16, torch.bfloat16, "cpu")
-    atol = 0.3 if int8 else 0.2  # with int8, the inputs of each product are rounded as well
+    atol = 0.3 if int8 else 0.2  # with int8, the inputs of products are also rounded
     with torch.no_grad():
         close(model(tokens, cache).float(), exact(tokens), rtol=0, atol=atol)
 

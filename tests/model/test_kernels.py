@@ -22,7 +22,7 @@ flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without tor
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
-    """q, k, v with grouped heads and a different width of values, the visibility, and a sink."""
+    """q, k and v with grouped heads, where v has a different width; the visibility; and a sink."""
     q = random(2, 4, 9, 8).requires_grad_()
     k = random(2, 2, 9, 8).requires_grad_()
     v = random(2, 2, 9, 6).requires_grad_()

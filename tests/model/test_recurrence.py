@@ -135,7 +135,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("preset", FLA)
-def test_matrix_products_are_few_and_large_enough_for_a_library(preset):
+def test_matrix_products_are_few_and_large_enough_for_cublas(preset):
     """On a GPU, each product is a cuBLAS call with tiles of at least 16 rows."""
     generator = torch.Generator().manual_seed(0)
     num_decays = 32 if preset == "kda" else 1
@@ -219,7 +219,7 @@ def test_a_compiled_backward_stays_in_fp32_under_autocast(preset, run_of):
     close(with_gradients(lambda *inputs: (y, state), inputs), expected)
 
 
-if __name__ == "__main__":  # python -m tests.model.test_recurrence: the table of docs/formats.md
+if __name__ == "__main__":  # python -m tests.model.test_recurrence prints a table for the docs
     print("| attention= | file in fla/ops | largest difference |\n|---|---|---|")
     for preset, name in FLA.items():
         print(f"| `{preset}` | {name}/naive.py | {compare(preset):.0e} |")

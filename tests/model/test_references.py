@@ -58,7 +58,7 @@ def test_the_short_convolution_matches_inkling():
     close(ours(x, ForwardContext(x[..., 0])), theirs(x), **TOLERANCE)
 
 
-def test_attention_after_a_convolution_initially_equals_its_parent():
+def test_attention_after_a_convolution_initially_equals_plain_attention():
     ours = layers_of("conv")[0]
     parent = layers_of("gqa")[0]
     parent.load_state_dict(ours.state_dict(), strict=False)
@@ -107,7 +107,7 @@ def test_tied_keys_and_values_match_gemma_4_and_halve_the_cache():
     assert nbytes[0] == nbytes[1] / 2
 
 
-def test_forgetting_attention_matches_fla_and_its_parent_if_gates_are_open():
+def test_forgetting_attention_matches_fla_and_equals_plain_attention_if_gates_are_open():
     layer = layers_of("fox")[0]
     x = random(2, 9, 64)
     q, k, v = layer.project_qkv(x, ForwardContext(x[..., 0]))
@@ -176,7 +176,7 @@ def indexed(topk: int) -> SoftmaxAttention:
     return layer
 
 
-def test_the_indexer_matches_deepseek_and_its_attention_matches_fla():
+def test_the_indexer_matches_deepseek_and_sparse_attention_matches_fla():
     layer = indexed(4)
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
@@ -211,7 +211,7 @@ def test_the_indexer_matches_deepseek_and_its_attention_matches_fla():
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
 def test_a_decode_step_reads_only_selected_keys(variant):
-    """Sets each cached key or value to NaN in turn; the output shows if it is read."""
+    """Sets each cached key or value to NaN in turn; the output shows whether it is read."""
     layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
     x = random(2, 33, 64)
     cache = layer.new_cache(2, 33, torch.float64, "cpu")
@@ -235,7 +235,7 @@ def test_a_decode_step_reads_only_selected_keys(variant):
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
-def test_selecting_every_key_matches_the_parent(variant):
+def test_selecting_every_key_matches_full_attention(variant):
     layer = layers_of(variant)[0]
     layer.topk = 64
     parent = layers_of("gqa")[0]

@@ -12,7 +12,7 @@ FFNS = sorted(path.stem for path in (CONFIGS / "ffn").glob("*.yaml"))
 NORMS = sorted(path.stem for path in (CONFIGS / "norm").glob("*.yaml"))
 PAIRS = [*product(FFNS, NORMS)]
 # Softmax attention and a recurrence are combined with every pair of feed-forward and norm. Each
-# remaining attention is combined with one pair, in turn.
+# remaining attention variant is combined with one pair, in turn.
 marked = [
     (variant, *pair)
     if variant in ("gqa", "gdn") or pair == PAIRS[i % len(PAIRS)]

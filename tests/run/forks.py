@@ -65,7 +65,7 @@ class Forked:
 def ranks(
     command: list, world_size: int, folder: Path, meanwhile: Callable = lambda processes: None
 ) -> tuple[list[int], str]:
-    """Run `python FILE ARGUMENTS` like torchrun -> the exit codes and stderr of all ranks."""
+    """Run `python FILE ARGUMENTS` like torchrun; return the exit codes and stderr of all ranks."""
     # Port 0 lets the system choose a free port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {

@@ -54,7 +54,7 @@ def test_a_cache_folder_of_another_user_is_not_used(tmp_path, home, monkeypatch)
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_the_cache_is_in_a_private_temporary_folder_without_a_home(
+def test_the_cache_is_in_a_private_temporary_folder_if_there_is_no_home(
     tmp_path, monkeypatch, capfd, is_taken
 ):
     monkeypatch.setenv("HOME", "/dev/null")

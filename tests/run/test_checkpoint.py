@@ -54,7 +54,7 @@ def test_a_bug_is_not_reported_as_damage(run_of, monkeypatch, broken, bug):
         run_of("resume=true", folder="cut")
 
 
-def test_two_checkpoints_are_kept_and_the_newest_intact_one_is_loaded(run_of, capsys):
+def test_two_checkpoints_are_kept_and_the_newest_intact_checkpoint_is_loaded(run_of, capsys):
     run = run_of()
     for _ in range(3):
         take_step(run)
@@ -106,7 +106,7 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
     assert not [*run.run_dir.glob("checkpoints/*")]
 
 
-# An empty pickle, and pickles whose storage id is a number or refers to a class that is no storage.
+# An empty pickle, and pickles whose storage id is a number or names a class that is not a storage.
 PICKLES = (
     b"",
     b"\x80\x02K\x01Q.",

@@ -1,4 +1,4 @@
-"""A yaml lists every knob of its class: code has no defaults, so saved configs are complete."""
+"""A yaml lists every knob of its class. Code has no defaults, so saved configs are complete."""
 
 import json
 import re

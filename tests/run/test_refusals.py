@@ -1,4 +1,4 @@
-"""Invalid input is refused with a line and a fix per problem and an exit code, without writing."""
+"""Invalid input is refused with an exit code and one line per problem, before files are written."""
 
 import re
 import shlex

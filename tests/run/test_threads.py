@@ -21,7 +21,7 @@ print(torch.get_num_threads(), *map(threads.os.environ.get, threads.SPIN))
 
 
 def choose(available: int = 2, kept: int | None = None, prepare: str = "", **environment: str):
-    """Start a process -> its message about threads, the number of threads and the spin settings."""
+    """Start a process; return its message about threads, their number and the spin settings."""
     code = CHOICE.format(available=available, kept=kept)
     unset = {"OMP_NUM_THREADS", *threads.SPIN}
     inherited = {key: os.environ[key] for key in os.environ if key not in unset}
@@ -106,7 +106,7 @@ def test_load_includes_only_other_processes():
     finally:
         loop.kill()
         loop.wait()
-    # Other tests may run on the same cores, so each loop may get only a part of a core.
+    # Other tests may run on the same cores, so each loop may get only part of a core.
     own = end.own - start.own
     assert own > 0
     assert 0.1 < load < end.busy - start.busy - 0.8 * own
@@ -126,7 +126,7 @@ GROUPS = {
         "cpu/pod/cpu.cfs_quota_us": "75000",
         "cpu/pod/cpu.cfs_period_us": "50000",
     },
-    # The group is not visible inside a container, which sees its group as the root.
+    # Inside a container, the group's path does not exist, because the group appears as the root.
     "0::/../elsewhere\n": {"cpu.max": "150000 100000"},
 }
 

@@ -98,7 +98,7 @@ addEventListener("load", () => {
 
 
 def look_at(pages: dict[str, str], widths: tuple[int, ...], folder: Path) -> dict[str, dict]:
-    """Open pages at these widths in pixels -> the results of MEASURE by "NAME WIDTH"."""
+    """Open pages at these widths in pixels; return the results of MEASURE by "NAME WIDTH"."""
     frames = []
     for name, page in pages.items():
         for width in widths:

@@ -8,12 +8,12 @@ PYTHON is the interpreter of a virtual environment that has the program installe
     transformers, onnxruntime    pip install torch transformers sentencepiece protobuf onnx onnxscript onnxruntime
     peft, trl                    pip install torch transformers sentencepiece protobuf peft trl
     llama.cpp                    pip install torch transformers sentencepiece gguf llama-cpp-python, whose source has
-                                 convert_hf_to_gguf.py: its path is the environment variable CONVERTER
+                                 convert_hf_to_gguf.py; set CONVERTER to the path of this file
     mlx-lm                       pip install mlx[cpu] mlx-lm sentencepiece protobuf
     ctranslate2                  pip install torch transformers sentencepiece protobuf ctranslate2
 
-A cell is the largest difference of logits, or the number of texts with equal ids, with equal greedy
-continuations, or with equal ends.
+A cell is the largest difference between logits, or the number of texts with equal ids, with equal
+greedy continuations, or with equal ends.
 """
 
 import json
@@ -104,7 +104,7 @@ class Transformers:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """tokens (T,) -> (T, V)."""
+        """Return the logits (T, V) of tokens (T,)."""
         with self.torch.no_grad():
             return self.model(self.torch.tensor([tokens])).logits[0].numpy()
 

@@ -175,7 +175,7 @@ def test_two_simultaneous_comparisons_share_their_runs(command, words, quick, tm
 
 
 @pytest.mark.long
-def test_a_window_of_two_is_judged_worse_but_different_seeds_are_not(command):
+def test_a_window_of_two_tokens_is_judged_worse_but_different_seeds_are_not(command):
     words = [
         "model=tiny",
         "context=128",

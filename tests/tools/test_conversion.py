@@ -46,7 +46,7 @@ EXACT = [
 
 @pytest.fixture
 def convert(tmp_path, tokenizer):
-    """A function: variant and overrides -> model, converted model, and conversion report."""
+    """A function that converts a variant, and returns the old and new model and the report."""
 
     @torch.no_grad()
     def run(variant: str, words: str, norm: float = 1.0):
@@ -200,13 +200,13 @@ def test_layers_that_share_keys_use_the_mean_of_their_projections(convert):
 
 @pytest.fixture
 def draw():
-    """A function: shape -> normally distributed float64 values."""
+    """A function that returns normally distributed float64 values of a given shape."""
     return partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rank", [8, 32, 64])
 def test_a_factorization_is_optimal_for_its_rank(rank, draw):
-    """The residual is the minimum for this rank, which the outputs' singular values give."""
+    """The residual is the minimum for this rank, computed from the outputs' singular values."""
     weight, x = draw(48, 64), draw(2000, 64) @ draw(64, 64)
     down, up = factorize(weight, x.mT @ x / len(x), rank)
     identity = torch.eye(min(rank, 48), dtype=torch.float64)
@@ -223,7 +223,7 @@ def test_the_shared_rotated_key_is_optimal(draw):
     key, shares = share_rotated_key(keys, x.mT @ x / len(x))
 
     def by_pair(heads):
-        """(K, 6, D) -> outputs (3, K, 2 N): both features of each pair for all samples."""
+        """Return outputs (3, K, 2 N) of heads (K, 6, D): each pair's features for all samples."""
         return (heads @ x.mT).unflatten(1, (2, 3)).permute(2, 0, 1, 3).flatten(2)
 
     outputs = by_pair(keys)
@@ -328,7 +328,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("variant, words, fix", REFUSED)
-def test_the_error_for_an_unsupported_conversion_suggests_the_nearest_supported_one(
+def test_the_error_for_an_unsupported_conversion_suggests_the_nearest_supported_conversion(
     variant, words, fix, command, tokenizer, tmp_path
 ):
     saved(tmp_path / "run", tree_of(*variant.split(), "model.depth=4"), tokenizer)
@@ -399,7 +399,7 @@ def test_all_commands_accept_a_converted_model(command, tokenizer, tmp_path):
 
 @pytest.fixture
 def heal(command, tokenizer, story):
-    """A function that trains a model converted from old/ -> the result and the metrics lines."""
+    """A function that trains a model converted from old/; returns the result and metrics lines."""
     saved(Path("old"), tree_of("mha", "model.depth=2"), tokenizer)
     converted = command("tools/convert.py", "old", "attention=mqa", "--out", "mqa")
     assert "4 -> 1, averaged (approximate): layers [0, 1]" in converted.out, converted.err

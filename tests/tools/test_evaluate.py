@@ -187,7 +187,7 @@ def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
         Path("given.model").unlink()
         trained = Path("given")
     before = evaluated(command, "--run", str(trained), "--slices")
-    # A newly trained tokenizer would be different.
+    # A newly trained tokenizer would differ.
     monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
     shutil.rmtree(".cache")
     assert evaluated(command, "--run", str(trained), "--slices") == before

@@ -143,7 +143,7 @@ def test_every_preset_is_exported_or_refused(variant):
 
 
 def measured(column: int) -> dict[str, str]:
-    """Read a column of the program table in docs/formats.md -> each cell's first word by preset."""
+    """Return the first word of each cell in a column of the table in docs/formats.md, by preset."""
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     table = text.partition("### What works in which program")[2].partition("\n\n- ")[0]
     cells = {}

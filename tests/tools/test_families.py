@@ -29,7 +29,7 @@ PROMPT = "Ann had a red ball."
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A function: family -> its folder and the imported run, created once."""
+    """A function that returns a family's folder and the imported run, created only once."""
     root = tmp_path_factory.mktemp("published")
 
     def made(family: str) -> tuple[Path, Path]:

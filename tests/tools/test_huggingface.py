@@ -92,7 +92,7 @@ def test_the_configured_epsilon_applies_to_every_norm(variant):
 
 @pytest.mark.parametrize("variant", ["mla", "mla attention.query_rank=24 attention.bias=true"])
 def test_exported_latent_attention_does_not_depend_on_rope_interleave(variant):
-    """mlx-lm, vLLM and llama.cpp rotate neighbouring rows and ignore rope_interleave."""
+    """mlx-lm, vLLM and llama.cpp rotate neighboring rows and ignore rope_interleave."""
     import transformers
 
     ours = redraw(instantiate(tree_of(*variant.split()))).eval()

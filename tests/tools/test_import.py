@@ -53,7 +53,7 @@ def there(exported, tmp_path) -> Path:
 
 
 def imported(command, folder: Path) -> dict[str, torch.Tensor]:
-    """Import a folder with the command -> its weights."""
+    """Import a folder with the command; return its weights."""
     command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
     return load_model(checkpoint.find_model("new"), "cpu").state_dict()
 
@@ -125,7 +125,7 @@ LEFT_OUT = {"SmolLM3": ("tie_word_embeddings", True)}
 def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
     """Save a small random model of a transformers class with our tokenizer.
 
-    transformers cannot read our tokenizer for Qwen2, which gets a tokenizer of its family.
+    transformers cannot read our tokenizer for Qwen2, so Qwen2 gets a tokenizer of its own family.
     """
     import transformers
 
@@ -269,7 +269,7 @@ def change(**entries):
 
 
 def reweigh(**tensors: torch.Tensor | None):
-    """Damage: set these tensors, or remove those that are None."""
+    """Damage: set these tensors, or remove them if they are None."""
 
     def harm(there: Path) -> None:
         named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ CONTEXT = 8
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch, story):
-    """A function: attention overrides -> the folder of a run on the story."""
+    """A function that returns the folder of a run on the story with given attention overrides."""
     monkeypatch.chdir(tmp_path)
     text = (f"context={CONTEXT}", "data=text", f"data.path={story}", "data.vocab_size=400")
 

@@ -86,7 +86,7 @@ def of_transformers(config: dict) -> torch.nn.Module:
 
 @torch.no_grad()
 def count_alike(name: str, count: int, folder) -> int:
-    """Mutate a config `count` times -> the number of mutations that both programs accepted."""
+    """Mutate a config `count` times; return the number of mutations that both programs accept."""
     torch.manual_seed(0)
     draw = random.Random(name)
     config = whole = SIZES | CLASSES[name]

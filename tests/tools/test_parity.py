@@ -75,7 +75,7 @@ def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def compare(variant: str) -> tuple[float, float]:
-    """Largest fp32 differences of logits: ours to theirs, and our cached to our full forward."""
+    """Largest fp32 differences of our logits from theirs, and of cached from full forwards."""
     ours, theirs = both_of(variant)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_softcap_attention_matches_gemma_2():
     assert compare_softcap() < 1e-4
 
 
-if __name__ == "__main__":  # python -m tests.tools.test_parity: the table of docs/formats.md
+if __name__ == "__main__":  # python -m tests.tools.test_parity prints a table of docs/formats.md
     print(
         "| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|"
     )

@@ -109,7 +109,7 @@ BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best learning rate factor of
 
 @pytest.mark.parametrize("diverges_from", [math.inf, 4.0])
 def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_from):
-    """Losses are a parabola in the logarithm of the rate; runs diverge from some factor on."""
+    """Losses are a parabola in the logarithm of the rate; runs at large factors may diverge."""
     rates = []
 
     def train_all(jobs: list[Job]) -> None:
@@ -143,7 +143,7 @@ def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_fr
     assert len({job.run_dir for job in jobs}) == len(jobs)
 
 
-def test_no_variant_is_trained_after_a_failed_search(monkeypatch):
+def test_a_variant_whose_search_failed_is_not_trained(monkeypatch):
     counts = []
     monkeypatch.setattr(plan, "train_all", lambda jobs: counts.append(len(jobs)))
     variants = plan_variants(["model=tiny"], "none", Path("out"), has_search=True)
@@ -151,6 +151,6 @@ def test_no_variant_is_trained_after_a_failed_search(monkeypatch):
     assert counts == [len(jobs)] == [5]
 
 
-def test_the_search_seed_is_refused_for_runs():
+def test_the_seed_of_the_search_cannot_be_used_for_runs():
     with pytest.raises(ValueError, match="fix: seed=0"):
         plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)

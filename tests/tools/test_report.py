@@ -33,7 +33,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """A function that writes a report on runs -> report.html and the summary."""
+    """A function that writes a report on runs, and returns report.html and the summary."""
     folder = tmp_path_factory.mktemp("report")
 
     def written(runs: list[Run], **problems: str) -> tuple[str, str]:
@@ -295,7 +295,7 @@ def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
     return runs
 
 
-def test_the_answer_for_a_task_counts_seeds_and_reports_if_they_suffice(write):
+def test_the_answer_for_a_task_counts_seeds_and_reports_whether_they_suffice(write):
     # Fisher's exact test of 4 of 4 against 0 of 4 gives p = 2 / 70, below 5 %.
     answer = answer_of(write, tuned(recalled({"gqa": 0, "mqa": 4}, 4)))
     assert answer.startswith(
@@ -441,7 +441,7 @@ def test_settings_are_listed_as_differences_from_the_baseline():
 
 
 @pytest.mark.parametrize("count", [2, 5, 30])
-def test_plot_rows_are_labelled_without_overlap(count):
+def test_plot_rows_are_labeled_without_overlap(count):
     draw = np.random.default_rng(0)
     rows = [ForestRow(f"v{n}", draw.normal(size=5).tolist(), (-1.0, 1.0)) for n in range(count)]
     figure = draw_forest(rows, "loss", {"equal": 0.0, "margin": 0.01})
@@ -499,7 +499,7 @@ def test_long_names_fit_into_a_plot():
 def test_the_plot_axis_shows_which_direction_is_better():
     losses = report.compare_losses(sort_runs(RUNS[:9]), 0.01).figure
     accuracies = report.compare_accuracies(sort_runs(RUNS[9:])).figure
-    # The directions are also labelled above the baseline.
+    # The directions are also labeled above the baseline.
     above = [text.get_text().strip() for text in losses.axes[0].texts[:2]]
     assert above == ["\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"]
     assert losses.get_supxlabel().startswith("\N{LEFTWARDS ARROW} better")

@@ -23,7 +23,7 @@ def interval(verdict) -> tuple[float, float]:
 
 
 def test_intervals_match_the_example_of_dunnett_1955():
-    """The example in Dunnett's paper, blood counts under two drugs, with his table's allowances."""
+    """The example in Dunnett's paper: blood counts under two drugs, with printed allowances."""
     control = [7.40, 8.50, 7.20, 8.24, 9.84, 8.32]
     drugs = {"a": [9.76, 8.80, 7.68, 9.36], "b": [12.80, 9.68, 12.16, 9.20, 10.55]}
     verdicts = judge(control, drugs, 0.01)
@@ -88,7 +88,7 @@ def test_unequal_variances_use_welch_intervals():
         (NAN, NAN, "cannot tell"),
     ],
 )
-def test_verdicts_depend_on_zero_and_the_margin(low, high, text):
+def test_verdicts_compare_the_interval_with_zero_and_the_margin(low, high, text):
     assert text_of(low, high, margin=0.5) == text
 
 
@@ -120,7 +120,7 @@ def test_judging_no_variants_gives_no_verdicts():
 
 @pytest.mark.parametrize("scales", [(1, 1), (1, 10, 10)])
 def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
-    """Shifting a variant by the difference shifts its interval equally."""
+    """Shifting a variant by the difference shifts its interval by the same amount."""
     draw = np.random.default_rng(0)
     num_found = 0
     for _ in range(200):
@@ -143,7 +143,7 @@ def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
         ((4, 4, 4, 4), 1, False),
     ],
 )
-def test_a_difference_in_solving_seeds_must_be_significant(counts, num_variants, is_more):
+def test_a_difference_in_seeds_that_solve_a_task_must_be_significant(counts, num_variants, is_more):
     assert solves_more_often(*counts, num_variants) == is_more
 
 

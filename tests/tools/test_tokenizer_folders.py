@@ -198,7 +198,7 @@ NOTED = {
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A function: family or kind of SentencePiece model -> a folder with its tokenizer."""
+    """A function that returns a folder with the tokenizer of a family or SentencePiece model."""
     root = tmp_path_factory.mktemp("originals")
     texts = tell(root).read_text(encoding="utf-8").split("\n")
 
@@ -235,7 +235,7 @@ def originals(tmp_path_factory):
 
 @pytest.fixture
 def changed(originals, tmp_path):
-    """A function: name and change -> a changed copy of the folder."""
+    """A function that returns a changed copy of a folder."""
 
     def copy(name: str, change: Callable[[Path], None]) -> Path:
         folder = shutil.copytree(originals(name), tmp_path / "model")
@@ -294,7 +294,7 @@ def test_a_refused_folder_is_accepted_after_transformers_saves_it_again(changed)
 
 
 @pytest.mark.parametrize("kind", NOTED)
-def test_tokenizer_json_is_used_and_other_versions_are_reported(kind, changed, originals):
+def test_the_tokenizer_file_is_used_and_version_differences_are_reported(kind, changed, originals):
     from transformers import AutoTokenizer
 
     name, change, notes = NOTED[kind]

@@ -48,10 +48,10 @@ def test_a_diverged_rate_ends_the_range_and_is_excluded_from_the_fit():
     losses = parabola(1.5) | {4.0: math.inf}
     assert next_factor(losses) is None
     assert find_optimum(losses) == pytest.approx(Optimum(1.5, 0.01, True))
-    # The optimum does not move from the best factor towards the diverged one.
+    # The optimum does not move from the best factor toward the diverged one.
     losses = {0.25: 1.9, 0.5: 1.4, 1.0: 1.0, 2.0: math.inf, 4.0: math.inf}
     assert find_optimum(losses).factor == 1.0
-    # The best rate has only one neighbour, so there is no parabola, but it is inside the range.
+    # The best rate has only one neighbor, so there is no parabola, but it is inside the range.
     losses = {0.5: 2.0, 1.0: 1.0, 2.0: math.inf, 0.25: math.inf, 4.0: math.inf}
     factor, sensitivity, is_inside = find_optimum(losses)
     assert (factor, is_inside) == (1.0, True) and math.isnan(sensitivity)
@@ -99,7 +99,7 @@ NOISES = {
 
 
 def tuned(draw, effect: float, spread: float = SD, curvature: float = 0.02, noise="normal"):
-    """Search for a variant's rate and train 8 seeds with it -> log2 of the rate's error, losses."""
+    """Search for a rate, and train 8 seeds with it; return its log2 error and the losses."""
     optimum = 2 ** draw.uniform(-1.5, 1.5)
 
     def losses(factor: float, count: int) -> np.ndarray:

@@ -63,7 +63,7 @@ def law(case: Case) -> float:
 
 
 def unscaled(case: Case) -> float:
-    """The law's rate without the factor for batch, length and width. It used to be always 0.02."""
+    """The law's rate without the factor for batch, length and width; formerly always 0.02."""
     if case.way == BEFORE:
         return 0.02
     rate = settings_of(f"optimizer={case.optimizer}").optimizer["lr"]
@@ -119,7 +119,7 @@ def print_axis(name: str, cases: dict[Case, dict[float, float]], key: str) -> No
 
 
 def print_attentions(cases: dict[Case, dict[float, float]]) -> None:
-    """Print the losses of other attentions at 0.5, 1 and 2 times the law's rates."""
+    """Print the losses of other attention variants at 0.5, 1 and 2 times the law's rates."""
     for case, by_rate in sorted(cases.items()):
         losses = {round(rate / law(case), 1): loss for rate, loss in by_rate.items()}
         curve = fit_curve(by_rate, law(case))
@@ -154,7 +154,7 @@ def select(runs: dict[Case, dict[float, float]], **fields) -> dict[Case, dict[fl
 
 
 def draw_widths(runs: dict[Case, dict[float, float]]) -> Figure:
-    """Plot the loss over the factor of all rates, a line per width, without and with the law."""
+    """Plot the loss against the factor of all rates, with and without the law, a line per width."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, way in zip(figure.subplots(1, 2, sharey=True), (BEFORE, TODAY), strict=True):
         cases = select(runs, way=way, optimizer="muon", attention="gqa", depth=4, steps=200)

@@ -41,10 +41,10 @@ class FakeGPU:
 
 
 class Ranks(DistEnv):
-    """One of two ranks, of which the other one has memory for three sequences."""
+    """One of two ranks; the other rank has memory for three sequences."""
 
     def all_reduce_min(self, number: int) -> int:
-        return min(number, 3)  # does not change the 1 by which ranks agree to measure two sequences
+        return min(number, 3)  # leaves 1 unchanged, which means that two sequences can be measured
 
 
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:

@@ -56,7 +56,7 @@ def test_the_run_factor_follows_the_noise_scale_formula():
 def test_published_rates_are_predicted_within_a_factor_of_one_and_a_half(
     dim, batch_tokens, tokens, published
 ):
-    """Their updates have the same unit, which is the spectral norm for square matrices."""
+    """Both projects measure updates in the same unit, the spectral norm for square matrices."""
     lr = settings_of().optimizer["lr"]
     factor = reference_of("muon").run_factor(dim, batch_tokens, tokens / batch_tokens)
     assert 1 / 1.5 < lr * factor / published < 1.5
@@ -255,7 +255,7 @@ def test_training_pretrained_weights_uses_the_unscaled_rate(command, story, tmp_
     assert "warning: the default optimizer.lr=0.035 is for training from scratch" in default.err
 
 
-def test_the_tables_in_the_rates_page_match_the_recorded_runs(capsys, tmp_path):
+def test_the_tables_on_the_rates_page_match_the_recorded_runs(capsys, tmp_path):
     rates_tables.main(tmp_path / "width.svg")
     tables = [text for text in capsys.readouterr().out.split("\n\n") if "|---|" in text]
     page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
