@@ -1,1 +1,1 @@
-"""From text to batches: documents, tokenizer, shards, loader. Independent of the model."""
+"""Turn text into batches with a tokenizer, shards and a loader, independently of the model."""

@@ -1,4 +1,4 @@
-"""A corpus: batches to train on, and held-out batches to evaluate on."""
+"""A corpus provides batches for training, and held-out batches for evaluation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return the corpus for windows of `context` tokens; for a task, this is the row length."""
+        """Return the corpus for windows of `context` tokens (or rows, for a task)."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:

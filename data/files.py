@@ -153,17 +153,17 @@ def no_files(entry: str, suffixes: tuple[str, ...]) -> str:
 
 
 def listing(counts: Counter) -> str:
-    """Format counts, largest first, such as "12 .md, 1 .pdf"."""
+    """Format counts in descending order, such as "12 .md, 1 .pdf"."""
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
 def split_files(path: Paths, suffixes: tuple[str, ...]) -> Split:
     """Split the files that `path` names into those to train on and those held out for validation.
 
-    Files with val, valid or validation as a word in their name (folders included) are held out. If
-    there are none, files with test in their name are held out; otherwise test files are unused. A
-    single file, and any file with train in its name, is always used for training. Raises ValueError
-    if there is nothing to train on.
+    Files whose name (including subfolders) contains the word val, valid or validation are held out.
+    If there are none, files with test in their name are held out; otherwise test files are unused.
+    A single file, and any file with train in its name, is always used for training. Raises
+    ValueError if there is nothing to train on.
     """
     files = named_files(path, suffixes)
     is_single = len({file.resolve() for file in files}) == 1
@@ -215,7 +215,7 @@ def describe_files(path: Paths, suffixes: tuple[str, ...], split: Split) -> str 
 
 
 def common_folder(path: Paths) -> str:
-    """Return the folder that contains all of a path's entries, e.g. corpus for corpus/*/*.txt."""
+    """Return the folder that contains all entries of a path, such as corpus for corpus/*/*.txt."""
     folders = []
     for entry in entries_of(path):
         # The folder itself, or the one that contains the file or the first wildcard.

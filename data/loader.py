@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step), so that a run can resume from its step alone."""
+"""Batches are a pure function of (seed, step), so a run can resume from its step number alone."""
 
 import mmap
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Convert documents to token shards once; later runs find the shards in a cache, by hash.
+"""Convert documents to token shards once; later runs find the shards by their hash in a cache.
 
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.
@@ -77,8 +77,8 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open a source's corpus; build it in `cache_dir` first if it is missing.
 
     If `cache_dir` is not writable, the corpus is built in a different cache. If several processes
-    call this at once, one builds and the others wait. Raises ValueError for unusable text, and
-    IntegrityError for a corpus that was changed on disk.
+    call this at once, one builds the corpus and the others wait. Raises ValueError for unusable
+    text, and IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     note = source.note()
@@ -148,7 +148,7 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
 
 
 def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a private folder, and move it into place unless another exists by then."""
+    """Build a corpus in a private folder; move it into place unless `folder` exists by then."""
     with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
         built = Path(own) / folder.name
         build_corpus(source, tokenizer, built)

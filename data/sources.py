@@ -286,7 +286,7 @@ class Hub(Source):
             yield Part(text, self.validation is None and is_held_out(text, self.holdout))
 
     def texts(self, split: str) -> Iterator[str]:
-        """Yield a split's documents: each row or, with `starts`, the rows up to the next start."""
+        """Yield a split's documents: its rows, or with `starts`, all rows up to the next start."""
         from datasets import load_dataset
 
         parts = []  # rows of the current document

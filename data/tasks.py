@@ -1,8 +1,8 @@
-"""Synthetic tasks that test a mixer's recall and state tracking; the seed determines the rows.
+"""Synthetic tasks that test recall and state tracking; the seed determines the rows.
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for each distance between an answer and its source. `Task.floor` is the accuracy without any mixer.
+for each distance between an answer and its source. `Task.floor` is the accuracy without any lookup.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class TaskBatch(NamedTuple):
 
 @dataclass(kw_only=True)
 class Task(Source):
-    """Rows of `context` ids below `vocab_size`, with questions that the row itself answers.
+    """A task, whose rows of `context` ids below `vocab_size` determine their own answers.
 
     The last id is BOS, which begins a prompt and occurs in no row. Raises ValueError if a row does
     not fit.

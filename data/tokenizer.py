@@ -230,7 +230,7 @@ class Tokenizer:
         return documents
 
     def cut(self, text: str) -> list[str]:
-        """Cut a long text into pieces whose concatenated tokens are the tokens of the text."""
+        """Cut a long text into pieces whose tokens, concatenated, are the tokens of the text."""
         pieces = []
         start = 0
         end = ENCODED_CHARS
@@ -297,7 +297,7 @@ class Tokenizer:
 
 
 class IdTokenizer(Tokenizer):
-    """A stand-in for an unknown tokenizer: the text of tokens is their ids, such as "464 3290".
+    """A stand-in for an unknown tokenizer; the text of tokens is their ids, such as "464 3290".
 
     Its file is one line: MAGIC, the vocabulary size, and the id of BOS, which is also EOS.
     """

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def convert(args: argparse.Namespace) -> list[str]:
-    """Write the model with a different attention; return lines that describe the changes."""
+    """Write the model with a different attention variant; return a description of the changes."""
     # Find all errors before a file is written.
     with errors.user_input():
         path = checkpoint.find_model(args.model, "")

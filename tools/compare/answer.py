@@ -1,4 +1,4 @@
-"""The answer of a comparison in plain sentences: which variant to choose, and how sure that is."""
+"""Say in plain sentences which variant to choose, and how certain this choice is."""
 
 import math
 from collections import defaultdict
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """The data that the runs lack for a decision."""
+    """The data that are missing for a decision."""
 
     data: list[str]  # each shortage as text, such as "1 of 3 seeds"
     remedies: list[str]  # actions that would close all gaps

@@ -47,7 +47,7 @@ class Variant:
         return Job(run_dir, words, factor=factor, compared_with=self.baseline)
 
     def search(self) -> list[Job]:
-        """Return the next runs of the search for the best factor; empty once it has ended."""
+        """Return the next runs of the search for the best factor; none once the search is over."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
         has_failed = len(runs) < len(self.searched)  # a failed run would fail again if repeated

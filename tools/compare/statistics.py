@@ -21,7 +21,7 @@ Samples = dict[str, list[float]]  # each variant's values, one per seed
 class Verdict(NamedTuple):
     """The difference between the means of a variant and the baseline, and its verdict.
 
-    `low` and `high` are the bounds of its simultaneous interval: with a probability of 95%, the
+    `low` and `high` are the bounds of a simultaneous interval: with a probability of 95%, the
     intervals of all variants contain the true differences. A difference of `detectable` would be
     found with probability POWER. These three are NaN if the baseline or the variant has no spread.
     """

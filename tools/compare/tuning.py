@@ -32,7 +32,7 @@ def best_factor(losses: Losses) -> float:
 
 
 def next_factor(losses: Losses) -> float | None:
-    """Return a factor beyond the best one if it is the lowest or highest tried; None when done."""
+    """Return the next factor to try if the best factor is the lowest or highest one; else None."""
     best = best_factor(losses)
     if best == max(losses) and best < FARTHEST:
         return 2 * best

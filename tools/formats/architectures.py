@@ -1,7 +1,7 @@
 """The decoder classes of `transformers` to which models are exported; some can also be imported.
 
 Each describes the options that its class can express, the entries that only its config.json has,
-and the names and layouts of its weights. A layer is a dict of its attention's knobs.
+and the names and layouts of its weights. A layer is described by a dict of its attention's knobs.
 """
 
 import torch

@@ -211,7 +211,7 @@ def load_converted(model: Transformer, tree: dict, path: Path) -> list[list[Chan
 
 @contextmanager
 def fix_of_kind(kind: str) -> Iterator[None]:
-    """Make a ValueError raised inside suggest a fix that uses this layer kind's options."""
+    """Rewrite the fix of a ValueError raised in the block to use this layer kind's options."""
     try:
         yield
     except ValueError as error:

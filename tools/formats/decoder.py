@@ -1,6 +1,6 @@
 """The base class of our descriptions of decoder classes in `transformers`.
 
-A layer is a dict of its attention's knobs.
+A layer is described by a dict of its attention's knobs.
 """
 
 import torch
@@ -134,7 +134,7 @@ class Architecture:
         return {}
 
     def pack(self, name: str, parts: list[Tensor], model: Transformer) -> Tensor:
-        """Return the class's tensor `name`, assembled from `parts`, parameters of our model."""
+        """Assemble the class's tensor `name` from `parts`, which are parameters of our model."""
         if len(parts) > 1:
             return torch.cat(parts)
         return parts[0]

@@ -199,7 +199,7 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
 
 @contextmanager
 def own_words(name: str) -> Iterator[None]:
-    """In errors that our layers raise for invalid values, name the entries of config.json."""
+    """Rewrite errors of our layers about invalid values to name the entries of config.json."""
     try:
         yield
     except ValueError as error:

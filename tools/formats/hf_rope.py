@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE) in a config.json of `transformers`: their base and their scaling."""
+"""Convert RoPE's base and scaling to and from a config.json of `transformers`."""
 
 from typing import NamedTuple
 

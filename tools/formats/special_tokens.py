@@ -1,4 +1,4 @@
-"""BOS and EOS of a Hugging Face tokenizer, which a folder's configs specify in several ways."""
+"""Read BOS and EOS of a Hugging Face tokenizer, which configs specify in several ways."""
 
 import json
 import re
