@@ -435,7 +435,7 @@ class FirstBatch(Loader):
 
 
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
-    """Overfit one batch; return the losses in nats per token, which fall in fp32 and bf16."""
+    """Overfit one batch; return its losses in nats, which fall in fp32 and bf16 for all seeds."""
     sizes = {
         "context": run.settings.context,
         "batch_size": run.trainer.loader.batch_size,
