@@ -14,8 +14,8 @@ def build_model(
     """Build a model on `device`, and initialize its parameters from the seed.
 
     `dtype` applies to parameters; buffers keep their own dtypes, as under autocast. If `seed` is
-    None, parameters are left uninitialized: the caller loads or samples them. On the meta device, a
-    model has only shapes. Raises ValueError for an invalid config.
+    None, parameters are left uninitialized, and the caller must load or sample them. On the meta
+    device, a model has only shapes. Raises ValueError for an invalid config.
     """
     device = torch.device(device)
     model = instantiate_model(tree, device, dtype)

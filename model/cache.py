@@ -1,7 +1,7 @@
-"""A model's cache between forward passes: tensors allocated once, with independent rows.
+"""The cache that a model keeps between forward passes, in tensors that are allocated only once.
 
-A single tensor holds the row lengths for all layers. Decoding therefore changes no Python value,
-and a single compiled decode step serves every length.
+Its rows are independent. A single tensor holds the row lengths for all layers. Decoding
+therefore changes no Python value, and a single compiled decode step serves every length.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
     `features`: data stored for each token in reach, such as keys and values, by name. A feature of
-    shape (K, D) has a tensor (B, size, K, D): position p is in slot p % size, where `size` is the
+    shape (K, D) has a tensor (B, size, K, D), in which position p has slot p % size. `size` is the
     smallest of capacity, window and chunk. If `size` is below the capacity, the cache is a ring;
     otherwise every position has its own slot, and a row must not outgrow the capacity.
     `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each feature vector. A feature
@@ -89,7 +89,7 @@ class LayerCache:
             assert x.shape[2:] == self.features[name].shape[2:], (name, x.shape)
         num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
-            # Copy before writing: new tokens overwrite tokens that the earliest of them attend to.
+            # Copy before writing, which overwrites tokens that the earliest new tokens attend to.
             cached = self._read(new)
             features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
@@ -99,7 +99,7 @@ class LayerCache:
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
             # Each position has its own slot, so the row was empty, as when a prompt is prefilled
-            # into a view of exactly its size (`truncated`): attend directly to the new tokens.
+            # into a view of exactly its size (`truncated`). Attend directly to the new tokens.
             return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 
@@ -118,8 +118,8 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def truncated(self, count: int) -> "LayerCache":
-        """Return a view for rows of up to `count` tokens: it shares memory but reads less of it."""
-        # Compare only with >=, so that compiled code does not specialize on a dynamic count.
+        """Return a view with only the slots that rows of up to `count` tokens use."""
+        # Do not compare with ==, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
         view = copy(self)
@@ -169,9 +169,9 @@ def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tenso
 class Cache:
     """The cache of a whole model: one LayerCache per layer, and the row lengths (B,).
 
-    `Attention.new_cache` allocates each layer's cache; the caller owns them all. A row has room for
-    `capacity` tokens. Lengths are on the device, so the caller must count the tokens: beyond the
-    capacity, each new token overwrites the oldest one.
+    `Attention.new_cache` allocates the cache of each layer. A row has room for `capacity` tokens.
+    Lengths are on the device, so the caller must count the tokens. Beyond the capacity, each new
+    token overwrites the oldest one.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):
@@ -193,7 +193,7 @@ class Cache:
         return Cache(self.lengths[rows], layers, self.capacity)
 
     def truncated(self, count: int) -> "Cache":
-        """Return a view for rows of up to `count` tokens: it shares memory but reads less of it."""
+        """Return a view with only the slots that rows of up to `count` tokens use."""
         layers = [layer.truncated(count) for layer in self.layers]
         return Cache(self.lengths, layers, min(count, self.capacity))
 
@@ -205,7 +205,7 @@ class Cache:
     def reset(self) -> None:
         """Empty all rows.
 
-        Old features and states stay in memory: masks hide slots without a position, and the token
-        at position 0 ignores the state.
+        Old features and states stay in memory, but masks hide slots without a position, and the
+        token at position 0 ignores the state.
         """
         self.lengths.zero_()

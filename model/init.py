@@ -1,7 +1,7 @@
 """Initial values of all parameters.
 
-Each parameter has its own random generator, so models that have a parameter of the same name and
-shape give it the same initial value.
+Each parameter has its own random generator, so parameters with the same name and shape start with
+the same value in all models.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model.transformer import Transformer
 
 # Layers that start at zero, so that each block starts as the identity and, unless the head is tied
-# to the embedding, all tokens start equally likely.
+# to the embedding, all tokens are equally likely at first.
 ZERO_LAYERS = ("o_proj", "down_proj", "head")
 
 

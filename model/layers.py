@@ -53,14 +53,14 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        """Leave the values to model/init.py or to a checkpoint."""
+        """Leave the initialization to model/init.py or to a checkpoint."""
 
 
 class Embedding(nn.Embedding):
     """A table of token vectors (V, D)."""
 
     def reset_parameters(self) -> None:
-        """Leave the values to model/init.py or to a checkpoint."""
+        """Leave the initialization to model/init.py or to a checkpoint."""
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
@@ -106,7 +106,7 @@ Activation = Literal["silu", "gelu", "relu2"]
 class FeedForward(nn.Module):
     """activation(up(x)), projected back; (B, T, D) -> (B, T, D). Vaswani, 1706.03762.
 
-    `hidden` is its inner width. The last projection of every feed-forward is called `down_proj`
+    `hidden` is the inner width. The last projection of every feed-forward is called `down_proj`
     and starts at zero.
     """
 
@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """activation(gate(x)) * up(x), projected back; (B, T, D) -> (B, T, D). Shazeer, 2002.05202.
 
-    With silu it is SwiGLU, with gelu GEGLU.
+    With silu, this is SwiGLU; with gelu, it is GEGLU.
     """
 
     def __init__(self, dim: int, hidden: int, *, activation: Activation):

@@ -47,7 +47,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    `hidden` is the feed-forward's inner width, and `context` the length of the longest training
+    `hidden` is the feed-forward's inner width, and `context` is the length of the longest training
     sequence, in tokens. With `tied`, the head shares the embedding's weight. `softcap` bounds the
     logits. `attention(spec)`, `ffn(dim, hidden)` and `norm(dim, norm_eps)` build the parts of a
     layer.
@@ -161,8 +161,8 @@ class Transformer(nn.Module):
 
         A backward pass costs two forward passes. A matrix in the blocks or the head costs 2 FLOPs
         per weight; the embedding is a lookup. With `whole_attention`, every token counts as if it
-        were the last in its context: nanoGPT, nanochat and torchtitan count causal attention this
-        way.
+        were the last in its context, which is how nanoGPT, nanochat and torchtitan count causal
+        attention.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
             attention_flops = block.attention.attention_flops
             mean = attention_flops(self.context)
             if whole_attention and self.context > 1:
-                # The last token's FLOPs: a whole context minus the context without that token.
+                # FLOPs of all tokens in the context, minus the FLOPs of all tokens but the last.
                 before = self.context - 1
                 mean = self.context * mean - before * attention_flops(before)
             flops += mean

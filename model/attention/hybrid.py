@@ -1,4 +1,4 @@
-"""Different attention in different layers, such as 5 local layers per global layer (Gemma 3)."""
+"""Attention variants that differ by layer, such as 5 local layers per global layer (Gemma 3)."""
 
 from collections.abc import Callable
 

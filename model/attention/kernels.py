@@ -30,10 +30,10 @@ MAX_BLOCKS = 8
 # since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
 MAX_SMALL_WIDTH = 128
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
-BIAS_COLUMNS = 8  # columns that `append_token_bias` adds: a multiple of 8 keeps rows aligned
-BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them in fp16's range
+BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps rows aligned
+BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them within fp16's range
 # Up to this many tokens, compiled `blockwise_attention` replaces the fused kernel on a CPU, because
-# it is faster. It saves T^2 exponentials per head for the backward, too many for longer texts.
+# it is faster. For longer texts, the T^2 exponentials that it saves per head take too much memory.
 MAX_COMPILED_TOKENS = 2048
 
 
@@ -45,7 +45,7 @@ class TokenBias(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """The steps from q . k to scores and from scores to weights, in this order."""
+    """The steps from q . k to scores and from scores to weights, in order."""
 
     scale: float
     softcap: float | None = None  # bounds the scores
@@ -178,13 +178,13 @@ def flex_attention_kernel(
     """
     if options.token_bias is not None:
         # A `score_mod` that reads tensors with gradients would accumulate the gradients one score
-        # at a time, in arbitrary order: slow, and not deterministic.
+        # at a time, in arbitrary order, which is slow and not deterministic.
         assert options.softcap is None
         q, k = append_token_bias(q, k, options)
         v = expand_heads(v, q)
 
     # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the
-    # length is a multiple of the block: pad queries and keys to a multiple (docs/gpu.md). The
+    # length is a multiple of the block size, so queries and keys are padded (docs/gpu.md). The
     # padding comes last, so no token attends to it; the outputs of padding are discarded below.
     length = q.shape[2]
     padding = 0
@@ -220,8 +220,8 @@ def flex_attention_kernel(
             score = score + options.bias(b, h, i, j)
         return score
 
-    # Below 128 queries Inductor would choose its decoding kernel, whose blocks have at most 128
-    # rows: one row per query and per query head of the group that shares a key head.
+    # Below 128 queries, Inductor would choose its decoding kernel, whose blocks have at most 128
+    # rows, one for each query in each of the query heads that share a key head.
     attend = partial(
         flex_attention,
         q,
@@ -270,7 +270,7 @@ def fused_attention_kernel(
 
 
 def can_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether FlashAttention supports these queries on a GPU: Ampere or newer, and no mask."""
+    """Whether FlashAttention supports these queries: fp16 or bf16, no mask, Ampere or newer."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
 
@@ -315,7 +315,7 @@ class SplitInThree(torch.autograd.Function):
     all 24 bits.
     """
 
-    # Mask the bits: Inductor would simplify x.bfloat16().float() to x.
+    # Mask the bits, because Inductor would simplify x.bfloat16().float() to x.
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         rest = x.float()
@@ -385,14 +385,14 @@ class AttentionKernel(nn.Module):
         length = q.shape[2]
         if scale is None:
             scale = q.shape[-1] ** -0.5
-        # Read `training` only if there is dropout: otherwise evaluation would be recompiled.
+        # Read `training` only if there is dropout, because reading it makes evaluation recompile.
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
         options = ScoreOptions(scale, self.softcap, score_bias, token_bias, sink, dropout)
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
         if token_bias is not None:
-            # Only a GPU folds the token bias into the products, except for a single query, which
-            # would copy all keys. A CPU adds it to the scores, which is exact in any dtype.
+            # Only a GPU folds the token bias into the products. For a single query, this would copy
+            # all keys. A CPU adds the bias to the scores, which is exact in any dtype.
             is_fusable = is_fusable and q.is_cuda and length > 1
 
         # FlexAttention must be compiled, has no dropout, and is unused for plain causal attention.

@@ -23,9 +23,9 @@ class LatentAttention(Attention):
     """A key has `head_dim` features without RoPE and `rope_dim` features with it (R in shapes).
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
-    `query_rank`, queries are projected from a latent too. Without a `rope_base`, there are no
-    positions, and the part of width `rope_dim` is shared but not rotated. Raises ValueError for an
-    odd `rope_dim`.
+    `query_rank`, queries are also projected from a latent. Without a `rope_base`, there is no RoPE,
+    and the part of width `rope_dim` is shared but not rotated. Raises ValueError for an odd
+    `rope_dim`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LatentAttention(Attention):
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
 
-        # Queries, through their own latent if there is a `query_rank`.
+        # Queries, projected through their own latent if there is a `query_rank`.
         self.q_down_proj = None
         self.q_down_norm = None
         if query_rank is not None:

@@ -22,16 +22,16 @@ from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_heads
 
-# The log decay at the first token of a row or a document: e^-60 of the earlier state remains.
+# The log decay at the first token of a row or document, where e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
-# Products of smaller matrices are computed as sums: a GPU multiplies tiles of 16 rows or more, and
-# each product is a separate library kernel.
+# Products of smaller matrices are computed as sums, because a GPU multiplies tiles of 16 rows or
+# more, and each product would be a separate library kernel.
 MIN_PRODUCT_SIZE = 16
 
 
 class RecurrentAttention(Attention):
-    """Attention whose cache is a state (B, H, D, E), whose size does not depend on the length.
+    """Attention that caches a state (B, H, D, E), whose size does not depend on the length.
 
     Tokens are processed in chunks of `chunk` tokens, rounded up to a power of two; the chunk size
     does not affect the result.
@@ -54,7 +54,7 @@ class RecurrentAttention(Attention):
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `recurrence` from the cached state and store the new one -> output (B, T, H, E)."""
+        """Run `recurrence` from the cached state, and store the new one. Returns (B, T, H, E)."""
         positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)
@@ -214,7 +214,7 @@ def recurrence(
     q = split_chunks(q, chunk)  # (B, H, N, C, D)
     k = split_chunks(k, chunk)
     u = split_chunks(v, chunk)  # (B, H, N, C, E)
-    # G_i = g_1 + ... + g_i: a fraction exp(G_i - G_j) of token j remains at token i.
+    # G_i = g_1 + ... + g_i, so a fraction exp(G_i - G_j) of token j remains at token i.
     g_sum = split_chunks(g, chunk).cumsum(dim=-2)  # (B, H, N, C, 1 or D)
     decay = g_sum.exp()
 
@@ -276,10 +276,10 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         return [(x @ k.mT) * decay_mask for x in xs]
 
     # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x D numbers are too
-    # many to store. Splitting this factor into exp(G_i) and exp(-G_j) overflows: G falls by 60 or
-    # more per document. But for a token m between j and i, exp(G_i - G_m) and exp(G_m - G_j) are at
-    # most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ... C / 2 tokens, and m is
-    # the last token of the first block.
+    # many to store. Splitting this factor into exp(G_i) and exp(-G_j) would overflow, because G
+    # falls by 60 or more per document. But for a token m between j and i, exp(G_i - G_m) and
+    # exp(G_m - G_j) are at most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ...
+    # C / 2 tokens, and m is the last token of the first block.
     x = torch.stack(xs, dim=-3)  # (..., X, C, D)
     products = (x * k[..., None, :, :]).sum(dim=-1)[..., None, None]  # blocks (..., X, C, 1, 1)
     chunk = k.shape[-2]
@@ -337,8 +337,8 @@ def unit_triangular_inverse(system: Tensor) -> Tensor:
         [Q R]    = [-R^-1 Q P^-1   R^-1]
 
     With unit-length keys and b <= 1, all elements of these inverses are between -1 and 1: they are
-    b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... has the same sum,
-    but with equal keys its terms have elements around 1e18, which cancel each other.
+    b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... also gives the
+    inverse, but with equal keys its terms have elements around 1e18, which cancel each other.
     """
     chunk = system.shape[-1]
     inverse = system.new_ones(*system.shape[:-2], chunk, 1, 1)
@@ -366,7 +366,7 @@ def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
 
 
 def block_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b for square matrices; small ones become sums, which the compiler can fuse."""
+    """Compute a @ b for square matrices; for small ones, as a sum, which the compiler can fuse."""
     if a.shape[-1] < MIN_PRODUCT_SIZE:
         return (a[..., None] * b[..., None, :, :]).sum(dim=-2)
     return a @ b

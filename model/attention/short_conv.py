@@ -45,5 +45,5 @@ class ShortConv(nn.Module):
         return y
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
-        """Return the identity's taps: the newest token passes through unchanged."""
+        """Return taps that pass the newest token through unchanged."""
         return torch.eye(self.kernel)[-1].expand(self.taps.shape)

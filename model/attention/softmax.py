@@ -25,9 +25,9 @@ from model.rope import Scaling
 class SoftmaxAttention(Attention):
     """Softmax attention; a preset is a combination of these options.
 
-    `rope_base` null means no positions. `head_dim` null means dim / heads; with other values, the
-    heads together are wider or narrower than x. A token attends to at most the `window` newest
-    tokens, itself included, and only to tokens in its own `chunk`; the cache holds only those
+    Without a `rope_base`, there is no RoPE. `head_dim` defaults to dim / heads; with other values,
+    the heads together are wider or narrower than x. A token attends to at most the `window` newest
+    tokens, itself included, and only to tokens in its own `chunk`; the cache holds only these
     tokens. Raises ValueError for options that are out of range or conflict.
     """
 
@@ -107,7 +107,7 @@ class SoftmaxAttention(Attention):
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
-        # Queries, keys and values of the T new tokens; then keys and values of all S in reach.
+        # Queries, keys and values of the T new tokens; keys and values of all S tokens in reach.
         q, k, v = self.project_qkv(x, ctx)
         kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
 
@@ -181,12 +181,12 @@ class SoftmaxAttention(Attention):
     def own_feature(
         self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, in_reach: Tensor
     ) -> Tensor:
-        """Return the new tokens' feature (B, T, K, E) as attention to these tokens reads it.
+        """Return a feature (B, T, K, E) of the new tokens as attention reads it.
 
-        `extend_cache` took `new` (B, T, K, E) and returned `in_reach` (B, S, K, E). If `in_reach`
-        holds the cache's slots (S = size), the feature is read from them, because an int8 cache has
-        rounded it. A ring that receives several tokens returns the new features unrounded, after
-        its slots.
+        `new` (B, T, K, E) was passed to `extend_cache`, which returned `in_reach` (B, S, K, E). If
+        `in_reach` holds the cache's slots (S = size), the feature is read from them, because an
+        int8 cache has rounded it. A ring that receives several tokens returns the new features
+        unrounded, after its slots.
         """
         if cache is None or in_reach.shape[1] != cache.size:
             return new

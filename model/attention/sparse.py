@@ -42,7 +42,7 @@ class SparseAttention(SoftmaxAttention):
     def choose(self, scores: Tensor, visible: Visibility) -> Tensor:
         """Return a mask (B, T, S) of the `topk` visible keys with the highest scores (B, T, S).
 
-        If keys tie at 0, the newest are chosen.
+        Among keys with a score of 0, the newest are chosen.
         """
         mask = visible_mask(visible)[:, 0]  # (B, T, S)
         distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
@@ -100,7 +100,7 @@ def visible_mask(visible: Visibility) -> Tensor:
 
 
 class BlockAttention(SparseAttention):
-    """MoBA: a query attends to its own block of keys and to similar earlier ones. Lu, 2502.13189.
+    """MoBA: a query attends to its own block and to similar earlier blocks. Lu, 2502.13189.
 
     A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. The
     similarity is the product of the query and the mean of the block's keys, without learned
@@ -137,7 +137,7 @@ class BlockAttention(SparseAttention):
 
         # The keys of the chosen blocks and of the query's own block.
         is_chosen = self.choose_blocks(q, sums, query_block, ctx.positions // self.block)
-        # Slots without a key have no block. Nor do rows past their capacity (results discarded).
+        # Slots without a key and rows beyond their capacity (results discarded) have no block.
         key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
         chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
         chosen = chosen & visible_mask(visible)
@@ -159,7 +159,7 @@ class BlockAttention(SparseAttention):
         """q (B, T, H, E), sums of keys (B, N, K, E) -> a mask of the chosen blocks (B, K, T, N).
 
         `query_block` (B, T) is the index of each query's block in its row. `num_before` (B, T) is
-        the block's index in its document: the number of earlier blocks to choose from.
+        the block's index in its document, which is the number of earlier blocks to choose from.
         """
         number = torch.arange(sums.shape[1], device=q.device)
         first_block = query_block - num_before
@@ -234,7 +234,7 @@ class IndexedAttention(SparseAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         q, k, v = self.project_qkv(x, ctx)
-        # The indexer reads x without a gradient: it learns only from its own loss.
+        # Detach x, so that the indexer's loss trains only the indexer.
         index_x = x.detach()
         index_k = self.index_k_norm(self.index_k_proj(index_x))
         index_k = self.rope(split_heads(index_k, 1), ctx, self.index_dim)  # (B, T, 1, d)

@@ -10,10 +10,10 @@ from model.layers import rms, split_heads
 
 
 class TiedAttention(SoftmaxAttention):
-    """Keys are the projection, normalized and rotated; values are the projection / its RMS.
+    """Keys are a projection, normalized and rotated; values are the projection divided by its RMS.
 
-    Takes SoftmaxAttention's knobs. The cache stores only the projection, which halves its size;
-    norm and RoPE are applied when it is read.
+    Takes SoftmaxAttention's knobs. The cache stores only the projection, which halves the cache;
+    norm and RoPE are applied when the projection is read.
     """
 
     def __init__(self, spec: LayerSpec, **knobs):
