@@ -1,7 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
 Only the generated text is printed to standard output; speed and warnings go to standard error.
-If several texts are generated, a line with the prompt precedes each.
+If several texts are generated, each is preceded by a line with its prompt.
 """
 
 import argparse
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from run.cli import Parser, add_model_options, bounded_number, user_path
 from run.progress import say, waiting
 
-# torch is imported only in functions, so that --help and errors in options appear immediately.
+# torch is imported only in functions, so that --help and option errors are printed immediately.
 if TYPE_CHECKING:
     from inference.batch import Sequence
     from inference.engine import Engine
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     if engine.can_capture:
         engine.capture()
 
-    # Generate lazily, while printing. On a terminal, the dimmed prompt precedes a single text.
+    # Generate lazily, while printing. On a terminal, a single text follows its dimmed prompt.
     if sys.stderr.isatty() and len(sequences) == 1:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
 
     # Prompts and model.
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("prompt", nargs="?", help="text to continue; - reads from standard input")
+    prompts.add_argument("prompt", nargs="?", help="text to continue; - reads it from stdin")
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
 
@@ -145,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
         "--temperature",
         type=bounded_number(float, 0),
         default=0.8,
-        help="divide logits by this before sampling; 0: greedy decoding",
+        help="divide logits by this number before sampling; 0: greedy decoding",
     )
     add(
         "--top-k",
@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
         "--min-p",
         type=fraction,
         default=0.0,
-        help="drop tokens whose probability is below this fraction of the largest",
+        help="drop tokens whose probability is below this fraction of the highest probability",
     )
     add(
         "--repetition-penalty",
@@ -183,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
         "--stop",
         action="append",
         default=[],
-        help="stop string: generation ends before it; may be repeated",
+        help="end generation before this string; may be repeated",
     )
 
     # Cache and compilation.
@@ -197,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
         "--compile",
         choices=("auto", "true", "false"),
         default="auto",
-        help="compile the decoding step; auto: for long generations only",
+        help="compile the decoding step; auto: only for long generations",
     )
     add("--no-cache", action="store_true", help="recompute all tokens at each step (slower)")
 

@@ -1,4 +1,4 @@
-"""Prompt to text: sampling, batched decoding, streaming output."""
+"""From prompts to text: sampling, batched decoding and streaming output."""
 
 from inference.load import load as load
 from inference.text import generate_text as generate_text

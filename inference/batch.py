@@ -1,4 +1,4 @@
-"""Batch rows: token sequences, and the state from which each row is sampled."""
+"""The rows of a batch: their token sequences, and the state from which each row is sampled."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
@@ -62,7 +62,7 @@ class SamplerState:
     Sampling updates the state in place.
     """
 
-    tokens: Tensor  # (B, 1), newest token of each row: the input of the next decode step
+    tokens: Tensor  # (B, 1), newest token of each row, which the next decode step reads
     seeds: Tensor  # (B,)
     draw_indices: Tensor  # (B,), the index of the next draw
     seen_tokens: Tensor  # (B, V), true for tokens in the full prompt or sampled since
@@ -100,7 +100,7 @@ class SamplerState:
         """Sample the next token of each row from logits (B, V)."""
         assert logits.shape == self.seen_tokens.shape
         drawn = sampler(logits, self.seeds, self.draw_indices, self.seen_tokens)  # (B,)
-        # A different shape would be broadcast to the rows, and a different dtype would be rounded.
+        # Another shape would be broadcast to the rows, and another dtype would be converted.
         assert drawn.shape == self.seeds.shape and drawn.dtype == torch.int64
         self.tokens.copy_(drawn[:, None])
         self.draw_indices.add_(1)

@@ -1,4 +1,4 @@
-"""The decoding engine, with continuous batching: a free row starts the next sequence at once."""
+"""The decoding engine, with continuous batching: free rows immediately start the next sequences."""
 
 import math
 from collections import deque
@@ -74,8 +74,8 @@ class Engine:
 
             # On a GPU, launch the next step before the host waits for this step's tokens, so that
             # the two overlap; the event marks the end of this step. A row whose sequence has ended
-            # or fills the cache may take one step too many. What this step writes to the cache and
-            # samples does not matter, since such a row is prefilled before it is read.
+            # or fills the cache may take one step too many. The cache entry and the sample of this
+            # step do not matter, because such a row is prefilled before it is read.
             host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
             copied = None
             if self.state.tokens.is_cuda:
@@ -144,7 +144,7 @@ class Engine:
         """Empty a cache, and run prompts (N, T) through the model into its first N rows.
 
         Padding is -1, and occurs only if `is_ragged`. Returns the hidden states (N, P, D) of the
-        last part, of at most `prefill_chunk` tokens.
+        last part, which has at most `prefill_chunk` tokens.
         """
         cache.reset()
         cache = cache.rows(slice(len(tokens)))
@@ -191,7 +191,7 @@ class Engine:
         elif self.filled is not self.last_filled:
             self.run_compiled(self.compiled_step)
         else:
-            # Skip the guards, which take time: nothing they check has changed since the last step.
+            # Skip the guards to save time, because nothing that they check has changed.
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 self.run_compiled(self.compiled_step)
 
@@ -257,7 +257,7 @@ class Engine:
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
         options = compilation.decode_options(self.state.tokens.device)
-        # Do not compile sampling for a CPU: a compiled argmax would take half of a step's time.
+        # Do not compile sampling for a CPU, because a compiled argmax takes half of a step's time.
         function = self.decode_step if is_cuda else self.next_logits_of
         dynamic = False if is_cuda else None
         compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, options=options)
@@ -282,8 +282,8 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            # Only the size of a tensor can be dynamic from the first call on. A small cache has
-            # only one such size.
+            # Only the size of a tensor can be dynamic from the first call on. With a small cache,
+            # the size never changes.
             slots = torch.empty(self.filled.capacity)
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)

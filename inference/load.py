@@ -39,8 +39,8 @@ def load(
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
         # On H100 and newer, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
-        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which takes tens of ms to plan
-        # each new shape, and so each new prompt length. The flash kernel needs no plan.
+        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which spends tens of ms on planning
+        # each new shape, and therefore each new prompt length. The flash kernel needs no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
     return model, Tokenizer.load(tokenizer_file(source)), model_name(source)

@@ -1,4 +1,4 @@
-// A few tokens times a matrix, on a CPU: every weight is read once, in order, asked for ahead of its use.
+// The product of a few tokens and a matrix, on a CPU. Every weight is read once, in order, and prefetched.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,19 +17,19 @@
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int AHEAD = 16384;  // bytes between what is asked for and what is used
+constexpr int AHEAD = 16384;  // distance in bytes between the prefetched weights and the weights in use
 #ifdef __AVX512F__
-constexpr int LANES = 16;  // sums of a vector
+constexpr int LANES = 16;  // sums in a vector
 #else
 constexpr int LANES = 8;
 #endif
-#define INLINE static inline __attribute__((always_inline))  // else sums would go through memory
+#define INLINE static inline __attribute__((always_inline))  // so that sums stay in registers
 
 using Sums = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));
 
 template <class T>
-constexpr int WIDTH = LANES;  // numbers that `load` reads
+constexpr int WIDTH = LANES;  // number of values that `load` reads
 
 INLINE Sums load(const float* from) {
   using Unaligned = float __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -38,22 +38,22 @@ INLINE Sums load(const float* from) {
 
 INLINE Sums add(Sums sums, Sums a, Sums b) { return sums + a * b; }
 
-#ifdef __AVX512BF16__  // two products for each sum
+#ifdef __AVX512BF16__  // `add` adds two products to each sum
 template <>
 constexpr int WIDTH<BFloat16> = 2 * LANES;
 
 INLINE __m512bh load(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 INLINE Sums add(Sums sums, __m512bh a, __m512bh b) { return (Sums)_mm512_dpbf16_ps((__m512)sums, a, b); }
-#else  // the upper half of an fp32
+#else  // bf16 is the upper half of fp32
 INLINE Sums load(const BFloat16* from) {
   using Unaligned = uint16_t __attribute__((vector_size(2 * LANES), aligned(2)));
   return (Sums)(__builtin_convertvector(*reinterpret_cast<const Unaligned*>(from), Ints) << 16);
 }
 #endif
 
-// Sums of int8 products are in int32. Each weight has OFFSET added, and the sums are corrected for it.
-#ifdef __AVX512VNNI__  // four products for each sum, of an unsigned and a signed number
+// int8 products are summed in int32. OFFSET is added to each weight, and the sums are corrected for it.
+#ifdef __AVX512VNNI__  // `add` adds four products to each sum, each of an unsigned and a signed number
 #define HAS_INT8
 constexpr int OFFSET = 128;
 template <>
@@ -68,7 +68,7 @@ INLINE __m512i load_part(const int8_t* from, int64_t count) {
 INLINE __m512i add_offset(__m512i weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8(-128)); }
 
 INLINE Ints add(Ints sums, __m512i a, __m512i b) { return (Ints)_mm512_dpbusd_epi32((__m512i)sums, a, b); }
-#elif defined(__AVX512BW__)  // two products of int16 for each sum
+#elif defined(__AVX512BW__)  // `add` adds two int16 products to each sum
 #define HAS_INT8
 constexpr int OFFSET = 0;
 template <>
@@ -93,7 +93,7 @@ INLINE Vector add_offset(Vector weights) {
   return weights;
 }
 
-// `count` numbers, fewer than WIDTH, followed by zeros
+// Load `count` values, fewer than WIDTH, followed by zeros.
 template <class T>
 INLINE auto load_part(const T* from, int64_t count) {
   T padded[WIDTH<T>] = {};
@@ -107,14 +107,14 @@ INLINE auto load_part(const T* from, int64_t count) {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// the vectors of a and then of b, each block of 2 * BLOCK lanes added up to BLOCK lanes
+// Concatenate a and b, and add up each block of 2 * BLOCK lanes into BLOCK lanes.
 template <int BLOCK, class Vector, int... LANE>
 INLINE Vector fold(Vector a, Vector b, std::integer_sequence<int, LANE...>) {
   return SHUFFLE(a, b, (LANE / BLOCK * 2 * BLOCK + LANE % BLOCK)...) +
          SHUFFLE(a, b, (LANE / BLOCK * 2 * BLOCK + LANE % BLOCK + BLOCK)...);
 }
 
-// LANES vectors -> a vector of the sums of each, in about LANES additions instead of LANES squared
+// LANES vectors -> one vector with the sum of each, in about LANES additions instead of LANES squared
 template <int BLOCK = LANES / 2, class Vector>
 INLINE Vector add_lanes(const Vector* vectors) {
   Vector folded[BLOCK];
@@ -125,8 +125,8 @@ INLINE Vector add_lanes(const Vector* vectors) {
   else return add_lanes<BLOCK / 2>(folded);
 }
 
-// The product y (tokens, outputs) of inputs x (tokens, k) and weights w (outputs, k). If these are int8, they have
-// a scale for each row.
+// The product y (tokens, outputs) of inputs x (tokens, k) and weights w (outputs, k). If x and w are int8, each of
+// their rows has a scale.
 template <class T, class Y>
 struct Product {
   const T *w, *x;
@@ -137,7 +137,7 @@ struct Product {
   const int32_t* x_correction = nullptr;  // (tokens,): OFFSET times the sum of each row of x
 };
 
-// the first COUNT lanes from memory, the others 0
+// Load the first COUNT lanes from memory, and set the others to 0.
 template <int COUNT, class Vector, class T>
 INLINE Vector load_lanes(const T* from) {
   Vector vector = {};
@@ -146,7 +146,7 @@ INLINE Vector load_lanes(const T* from) {
   return vector;
 }
 
-// the int8 products of a tile, with token * ROWS + row in each lane, times the scales of x and w
+// Multiply the int8 sums of a tile by the scales of x and w. Lane token * ROWS + row holds the sum of row and token.
 template <int ROWS, int TOKENS, class Y, int... LANE>
 INLINE Sums apply_scales(Ints products, const Product<int8_t, Y>& p, int64_t row, int64_t token,
                          std::integer_sequence<int, LANE...>) {
@@ -159,7 +159,7 @@ INLINE Sums apply_scales(Ints products, const Product<int8_t, Y>& p, int64_t row
   return __builtin_convertvector(products, Sums) * (x_scale * w_scale);
 }
 
-// ROWS rows of w from `row` on times TOKENS rows of x from `token` on
+// Multiply ROWS rows of w, starting at `row`, by TOKENS rows of x, starting at `token`.
 template <int ROWS, int TOKENS, bool IS_FIRST, class T, class Y>
 void tile(const Product<T, Y>& p, int64_t row, int64_t token) {
   constexpr bool IS_INT8 = std::is_same_v<T, int8_t>;
@@ -168,7 +168,7 @@ void tile(const Product<T, Y>& p, int64_t row, int64_t token) {
   std::conditional_t<IS_INT8, Ints, Sums> sums[LANES] = {};
   auto add_products = [&](auto load_at) __attribute__((always_inline)) {
     decltype(load(w)) weights[ROWS];
-    // Unrolled, else the sums would go through memory.
+    // Unrolled, so that the sums stay in registers.
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) weights[row] = add_offset(load_at(w + row * k));
 #pragma GCC unroll 16
@@ -203,7 +203,7 @@ void tile(const Product<T, Y>& p, int64_t row, int64_t token) {
   for (int t = 0; t < TOKENS; t++) std::copy_n(rounded + t * ROWS, ROWS, p.y + (token + t) * p.outputs + row);
 }
 
-// The first tile of the tokens asks for the weights of the next rows; the others find these in the cache.
+// Only the tiles of the first tokens prefetch weights; the other tiles find them in the cache.
 template <int ROWS, class T, class Y>
 void rows(const Product<T, Y>& p, int64_t row) {
   constexpr int TILE_ROWS = std::min(ROWS, LANES / 4);  // so that the sums of 4 tokens fit into the registers
@@ -246,14 +246,14 @@ Tensor matvec(const Tensor& x, const Tensor& w) {
   return x.scalar_type() == at::kBFloat16 ? multiply_floats<BFloat16>(x, w) : multiply_floats<float>(x, w);
 }
 
-#ifdef HAS_INT8  // other processors use the kernel of torch
+#ifdef HAS_INT8  // other processors use torch's kernel
 // Round each row of x (tokens, k) to int8, with the scale that maps its largest absolute value to 127. A row that is
-// not finite has a scale of inf or NaN and levels of 0: its products are NaN.
+// not finite has a scale of inf or NaN and levels of 0, so its products are NaN.
 template <class Y>
 void quantize(const Y* x, int64_t tokens, int64_t k, int8_t* levels, float* scale, int32_t* correction) {
   for (int64_t token = 0; token < tokens; token++) {
-    // Without the sign, the bits of floats are in the order of the floats, and NaN is the largest: compilers
-    // vectorize this maximum.
+    // Without the sign bit, floats have the same order as their bits read as integers, and NaN is the largest.
+    // Compilers vectorize a maximum of integers.
     int32_t largest = std::bit_cast<int32_t>(1e-30f);
     for (int64_t i = 0; i < k; i++)
       largest = std::max(largest, std::bit_cast<int32_t>(float(x[token * k + i])) & 0x7fffffff);
@@ -262,7 +262,7 @@ void quantize(const Y* x, int64_t tokens, int64_t k, int8_t* levels, float* scal
 
     int32_t sum = 0;
     for (int64_t i = 0; i < k; i++) {
-      // After this addition the last bits of the float are the nearest integer.
+      // After this addition, the last bits of the float are the nearest integer.
       const float shifted = float(x[token * k + i]) * inverse + 12582912.0f;
       const int8_t level = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(12582912.0f);
       levels[token * k + i] = level;

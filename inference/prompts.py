@@ -40,7 +40,7 @@ def new_sequences(
                 prompt=prompt,
                 index=len(sequences),
             )
-            # Truncate afterwards: the repetition penalty applies to the whole prompt.
+            # Truncate only now, because the repetition penalty applies to the whole prompt.
             del sequence.tokens[:num_cut]
             sequences.append(sequence)
     return sequences

@@ -36,14 +36,14 @@ FLAGS = [
 
 
 def load_matvec(folder: Path, compiler: str | None) -> bool:
-    """Load the kernels, after compiling them if they are not in `folder`; return whether it worked.
+    """Load the kernels, compiling them first if they are not in `folder`; return True on success.
 
-    If `folder` is not writable, they are compiled into a different cache.
+    If `folder` is not writable, the kernels are compiled into a different cache.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
 
-    # Each processor, version of torch and version of the source has its own library.
+    # Each combination of processor, torch version and source version has its own library.
     identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
     digest = hashlib.sha256(identity).hexdigest()
     library = folder / f"matvec-{digest[:16]}.so"
@@ -99,7 +99,7 @@ def compile_matvec(library: Path, compiler: str) -> None:
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
-    """Replace a model's linear layers and head with faster ones that cannot be trained, in place.
+    """Replace, in place, a model's linear layers and head with faster layers for inference only.
 
     A tied model gets a separate head. Without the kernel, layers that are not quantized are left
     unchanged.
@@ -133,7 +133,7 @@ class MatvecLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """x (..., N) -> (..., M) for inference: int8 weights, with a scale for each output.
+    """x (..., N) -> (..., M), for inference only; int8 weights with a scale for each output.
 
     For a few tokens on a CPU with AVX2, the kernel in matvec.cpp also rounds each vector of x to
     int8, and the products are exact sums of integers.
@@ -155,7 +155,7 @@ class Int8Linear(nn.Module):
         is_few = is_few_on_cpu(x)
         if is_few and hasattr(torch.ops.attend, "matvec_int8"):
             y = torch.ops.attend.matvec_int8(x.contiguous(), self.levels, self.scale)
-        # Torch's kernel is wrong for sizes that are not a multiple of 16.
+        # Torch's kernel gives wrong results for sizes that are not a multiple of 16.
         elif is_few and x.shape[-1] % 16 == 0:
             y = torch._weight_int8pack_mm(x.flatten(0, -2), self.levels, self.scale)
             y = y.view(*x.shape[:-1], -1)
@@ -167,7 +167,7 @@ class Int8Linear(nn.Module):
 
 
 def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
-    """Check the shapes of weight and bias: a bias of a different shape would be broadcast."""
+    """Check the shapes of weight and bias, because a bias of another shape would be broadcast."""
     assert weight.ndim == 2
     assert bias is None or bias.shape == weight.shape[:1]
 

@@ -1,4 +1,4 @@
-"""Sample tokens from logits. Samples depend on logits, seed and index, not on earlier samples."""
+"""Sample tokens from logits. A sample depends only on its row's logits, seed and draw index."""
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def sample(
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # Drop a token if the probability before it exceeds top_p; the first token is always kept.
+        # Drop a token if the tokens before it have a total probability above top_p.
         probability_before = probability.cumsum(dim=-1) - probability
         probability = probability.masked_fill(probability_before > top_p, 0.0)
     if min_p > 0:

@@ -1,4 +1,4 @@
-"""Generate text from prompts: returned at the end, yielded token by token, or printed."""
+"""Generate text from prompts, and return it at the end, yield it token by token, or print it."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
