@@ -1,6 +1,6 @@
 """Train a language model:  python train.py attention=mha max_minutes=10
 
-torchrun --nproc_per_node=8 train.py ...  trains the same thing on eight GPUs.
+torchrun --nproc_per_node=8 train.py ...  trains the same model on eight GPUs.
 python train.py --help  lists the keys.
 """
 
@@ -38,13 +38,13 @@ IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
 
 
 def main(settings: Settings, overrides: list[str]) -> None:
-    """Set up a run from its config, train it, and exit with a code that tells how it ended.
+    """Set up a run from its config, train, and exit with a code that shows how the run ended.
 
-    `settings` are composed from the overrides.
+    `settings` is the config that was composed from `overrides`.
     """
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
-        # Report all input errors here, before the run has a folder.
+        # Report all input errors here, before the run's folder is created.
         with errors.user_input():
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
@@ -83,7 +83,7 @@ def train(run: setup.Run) -> int:
         run.evaluator.evaluate(progress)
     if progress.is_finished:
         say(
-            f"finished: step {progress.step} of {progress.total_steps} is done. To train further: "
+            f"finished: step {progress.step} of {progress.total_steps} is done. To train longer: "
             f"{folder.resume_command(run.run_dir)} steps={2 * progress.step}"
         )
     if progress.is_complete:
@@ -94,8 +94,8 @@ def train(run: setup.Run) -> int:
     num_profiled = settings.profile if run.ranks.is_main else None
     profiler = StepProfiler(num_profiled, run.run_dir, run.ranks.device, run.clock)
 
-    # A checkpoint is saved before the sample and the evaluation of its step: if these are
-    # interrupted, a resumed run repeats them.
+    # The checkpoint of a step is saved before the step's sample and evaluation, so that a resumed
+    # run repeats them if they were interrupted.
     while True:
         if progress.is_due(settings.save_every):
             run.checkpointer.save(progress)
@@ -117,7 +117,7 @@ def train(run: setup.Run) -> int:
 
     profiler.close()
 
-    # A signal asks the run to save a checkpoint and end.
+    # A signal has asked the run to save a checkpoint and end.
     if run.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()

@@ -59,7 +59,7 @@ class TimeBudget:
     """Fits the number of steps to `max_minutes`, for the first time after a tenth of that time.
 
     Until then, an estimate sets the learning rates. The number is refitted later if the speed has
-    changed enough to affect the schedule: a schedule with a constant phase, such as WSD, starts its
+    changed enough to affect the schedule. A schedule with a constant phase, such as WSD, starts its
     decay when the limit requires it. `schedule` maps a step and the number of steps to a multiple
     of the peak rate; `bound` is the number of steps without a time limit. Time is reserved for the
     remaining evaluations, saves and samples.
@@ -93,7 +93,7 @@ class TimeBudget:
         self.first_step: int | None = None  # steps after this one are timed
         self.compile_seconds = 0.0  # duration of the first step, if it compiles
         self.last_time = clock.training()  # training time at the last step
-        # (step, seconds of training) at the checks of the last tenth of the limit.
+        # (step, seconds of training) of recent steps, over about a tenth of the limit.
         self.times: deque[tuple[int, float]] = deque()
 
     @property
@@ -121,7 +121,7 @@ class TimeBudget:
         room = progress.step + max(0, int(steps_left))
         steps = min(self.bound, room)
 
-        # A fitted number changes only if the schedule depends on the change.
+        # Once fitted, the number changes only if the change affects the schedule.
         if self.is_fitted:
             if self.is_outdated(progress, steps):
                 progress.total_steps = steps
@@ -198,7 +198,7 @@ class TimeBudget:
                 return None, False
             return self.count_room(step, step_seconds), True
 
-        # Keep one time at least a tenth of the limit in the past, or else the first time.
+        # Keep one time that is at least a tenth of the limit ago, or else the first time.
         self.times.append((step, now))
         while len(self.times) > 2 and now - self.times[1][1] >= duration:
             self.times.popleft()

@@ -61,7 +61,7 @@ class SavedState(BaseModel):
     eval_tokens: int | None  # held-out tokens per evaluation; None if not known yet
     loss_sum: Tensor  # summed over the steps since the last report and over all ranks
     reported_step: NonNegativeInt
-    log: dict[str, int | str | None]  # sizes of the log files, which resuming truncates to these
+    log: dict[str, int | str | None]  # file sizes to which resuming truncates the logs; wandb id
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Checkpointer:
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 
-        # Keep the number of steps, unless the user sets a different one. Changing max_minutes does
-        # not refit it: the schedule follows the planned time.
+        # Keep the number of steps, unless the user sets a different one. A new max_minutes does not
+        # refit it, because the schedule was planned for the old one.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None

@@ -6,7 +6,7 @@ from time import monotonic
 
 
 class Clock:
-    """Counts the seconds since `started`, a monotonic time, in total and in training alone."""
+    """Counts the seconds since `started`, a monotonic time, in total and for training alone."""
 
     def __init__(self, started: float):
         self.started = started

@@ -1,4 +1,4 @@
-"""Training against the predictions of another model, the teacher: Hinton et al., 1503.02531."""
+"""Training against the predictions of another model, the teacher. Hinton et al., 1503.02531."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class Distillation:
     cross-entropy.
     """
 
-    # This is a dataclass so that the teacher is not a submodule of the loss: the teacher is neither
+    # This class is not a module, so the teacher is not a submodule of the loss. It is neither
     # trained nor saved, and `train()` does not switch it to training mode.
     teacher: Transformer
     weight: float

@@ -21,7 +21,7 @@ from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
-# The number of tokens in an evaluation, as a fraction of the tokens trained on since the last.
+# Tokens in an evaluation, as a fraction of the training tokens since the last evaluation.
 EVALUATED_FRACTION = 0.1
 MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
 SAMPLE_TOKENS = 192  # maximum, including BOS
@@ -56,15 +56,15 @@ def evaluate(
 
     Reads the first `num_tokens` tokens in windows of `context` tokens that do not overlap,
     `batch_size` windows at a time. Returns None if a signal asks the run to end. If
-    `with_gradients`, the graph compiled for training is used, which saves compiling one without
-    gradients; the gradients are discarded.
+    `with_gradients`, the graph compiled for training is used, so that no graph without gradients
+    has to be compiled; the gradients are discarded.
     """
     loss_module.eval()
     batches = list(corpus.evaluation(num_tokens, context, batch_size))
     scores = []
     cells = []
     for start in range(0, len(batches), ranks.world_size):
-        # Ranks compute together: a rank without a batch repeats the last batch, without targets.
+        # Ranks compute together, so a rank without a batch repeats the last one, without targets.
         number = start + ranks.rank
         batch = batches[min(number, len(batches) - 1)]
         targets = batch.targets
@@ -95,8 +95,8 @@ def evaluate(
 class Evaluator:
     """Evaluates a trainer's model, samples text from it, and logs the results.
 
-    All ranks call the same methods. A signal that asks the run to end interrupts an evaluation or a
-    sample: nothing is logged, and a resumed run repeats it. `batch_size` is in sequences.
+    All ranks call the same methods. If a signal that asks the run to end interrupts an evaluation
+    or a sample, nothing is logged, and a resumed run repeats it. `batch_size` is in sequences.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class Logger:
             return
         for name in FILES:
             with (self.run_dir / name).open("ab") as file:
-                # A power cut may have shortened the file: log files are not synced.
+                # A power cut may have shortened the file, because log files are not synced.
                 self.sizes[name] = min(file.tell(), state.get(name, 0))
                 file.truncate(self.sizes[name])
         self.bar = tqdm(
@@ -191,7 +191,7 @@ class Logger:
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
-        """Continue without wandb after any error it raises: metrics.jsonl has all metrics."""
+        """Continue without wandb after any error that it raises; metrics.jsonl has all metrics."""
         try:
             yield
         except Exception as error:

@@ -25,7 +25,7 @@ TARGET_METRICS = ("nats", "is_correct", "is_counted")
 class LossOptions(NamedTuple):
     """Terms of the objective in addition to the cross-entropy with the targets."""
 
-    z_loss: float = 0.0  # weight of the penalty log(Z)^2, Z the sum of exponentials (2204.02311)
+    z_loss: float = 0.0  # weight of log(Z)^2, where Z is the sum of exponentials (2204.02311)
     distill_weight: float = 0.0  # weight of the teacher; the targets get the rest (1503.02531)
 
 
@@ -75,9 +75,9 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> the objective and metrics of `cross_entropy`.
 
-    At most MAX_LOGITS logits are in memory: the forward takes a chunk of rows at a time and
-    computes their gradient at once, so that nothing of size (N, V) is kept for the backward.
-    If hidden needs no gradient, as in an evaluation, none is computed.
+    At most MAX_LOGITS logits are in memory. The forward pass takes a chunk of rows at a time, and
+    computes their gradient immediately, so that nothing of size (N, V) is kept for the backward
+    pass. If hidden needs no gradient, as in an evaluation, none is computed.
     """
 
     # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no autograd
@@ -171,7 +171,7 @@ class HeadLoss(nn.Module):
         teacher: TeacherHead | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden (N, D), weight (V, D), targets (N,) -> the objective (), TARGET_METRICS (3, N)"""
-        # An autograd function takes its arguments by position, and no tensors inside a tuple.
+        # An autograd function takes arguments by position, and tracks no tensors inside a tuple.
         teacher_arguments = (None, None, None) if teacher is None else tuple(teacher)
         return ChunkedCrossEntropy.apply(
             hidden, weight, targets, softcap, options, *teacher_arguments

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into a GPU's memory, from the peaks of two measured steps."""
+"""The largest micro-batch that fits into a GPU's memory, from the peak memory of two steps."""
 
 import torch
 
@@ -10,16 +10,17 @@ STATE_PER_WEIGHT = 2  # maximum number of optimizer values per weight
 
 
 def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
-    """Return the sequences per device and forward pass: a divisor of the batch, equal on all ranks.
+    """Return the number of sequences per forward pass on each device, equal on all ranks.
 
-    With micro_batch=null, a GPU gets the largest one that fits into memory; a CPU gets a small one.
+    With micro_batch=null, it divides each rank's share of the batch, and is limited by the memory
+    of the GPUs, or by a small constant on a CPU.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
     if settings.micro_batch is not None or ranks.device.type != "cuda" or rows == 1:
         return settings.micro_batch_size(ranks.world_size)
 
-    # Measured rather than computed: the peak depends on the attention, precision and kernels.
+    # Measured, not computed, because the peak depends on the attention, precision and kernels.
     fitting = ranks.all_reduce_min(count_fitting_sequences(trainer, settings))
     return settings.micro_batch_size(ranks.world_size, min(rows, fitting))
 
@@ -30,7 +31,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     Steps are measured without torch.compile, which would keep fewer activations for the backward.
     Raises torch.OutOfMemoryError if one sequence does not fit.
     """
-    # The first step allocates the gradients, so compare only the next two, of 1 and 2 sequences.
+    # The first step allocates the gradients. The next two, of 1 and 2 sequences, are compared.
     ranks = trainer.ranks
     measure_peak(trainer, 1)
     before = torch.cuda.memory_allocated(ranks.device)
@@ -54,7 +55,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """Return the peak allocated GPU bytes during a forward and backward pass of `sequences`."""
+    """Return the peak GPU memory, in bytes, of a forward and backward pass of `sequences`."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)
@@ -62,6 +63,6 @@ def measure_peak(trainer: Trainer, sequences: int) -> int:
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """Return the bytes that torch can allocate, including those it has already allocated."""
+    """Return the number of bytes that torch has allocated or can still allocate."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device)

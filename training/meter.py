@@ -18,7 +18,7 @@ class Meter:
     """Accumulates the losses and the duration of steps until they are reported.
 
     `flops_per_token` is the FLOPs per token of a training step, for the MFU;
-    `whole_flops_per_token` counts causal attention as the full square.
+    `whole_flops_per_token` counts causal attention as a full square.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Meter:
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "mfu_whole_attention": whole_mfu,
-            # Since timing began: a shorter interval would span too few ticks of the system clock.
+            # Since timing began; a shorter interval would have too few ticks of the system clock.
             "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
@@ -126,7 +126,8 @@ class Meter:
     def share_losses(self) -> None:
         """Give each rank an equal share of the losses since the last report.
 
-        A resumed run begins with equal shares, so an uninterrupted run must round identically.
+        A resumed run begins with equal shares. An uninterrupted run must use them as well, so that
+        both round identically.
         """
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)

@@ -37,10 +37,10 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """Return the answers' loss in nats, and their accuracy: by size, as a mean, and by length."""
+    """Return the loss of the answers in nats, and their accuracy on average, by size and length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
-    # The classes of a task are its sizes: each size has a metric for its accuracy.
+    # The classes of a task are its sizes, and each size has its own accuracy metric.
     key = f"{corpus.task_name}_accuracy"
     accuracies = {}
     for size in corpus.class_names:

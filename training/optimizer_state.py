@@ -35,8 +35,8 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> StateByNam
 
     All ranks call this together.
     """
-    # Imported here, because the import takes half a second. get_optimizer_state_dict is not used:
-    # it would take a step with an optimizer that has no state.
+    # Imported here, because the import takes half a second. get_optimizer_state_dict is not used,
+    # because it would take a step with an optimizer that has no state.
     from torch.distributed.checkpoint import state_dict
 
     if not any(optimizer.state for optimizer in optimizers):

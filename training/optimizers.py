@@ -19,7 +19,7 @@ class Muon(Optimizer):
     """Nesterov momentum with an orthogonalized update of each matrix.
 
     Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
-    norm, or by `lr` * sqrt(R / C) if it is taller than wide: its outputs then move by about `lr`
+    norm, or by `lr` * sqrt(R / C) if it is taller than wide, so that its outputs move by about `lr`
     times its inputs at every width (Bernstein, 2409.20325). The other options are `momentum` and
     `weight_decay`.
     """

@@ -1,4 +1,4 @@
-"""The model as it is trained: activation checkpointing, FSDP2 and DDP."""
+"""Prepare a model for training: activation checkpointing, FSDP2, DDP and torch.compile."""
 
 from collections.abc import Callable
 
@@ -33,8 +33,8 @@ def build_parallel(
     if settings.sharded:
         shard(model, ranks, precision)
         model.to_empty(device=ranks.device)
-        # `to_empty` lost the values of buffers: copy them from an unsharded model, whose parameters
-        # are never touched and so take no memory.
+        # `to_empty` lost the values of buffers, so copy them from an unsharded model, whose
+        # parameters are never touched and therefore take no memory.
         buffers = dict(build_model(settings.model, seed=None).named_buffers())
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
@@ -66,7 +66,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 def checkpointed(forward: Callable) -> Callable:
     """Return `forward`, recomputed in the backward pass."""
 
-    # A separately compiled block needs a function defined here: torch.compile skips `checkpoint`.
+    # A separately compiled block needs a function from this file; torch.compile skips `checkpoint`.
     def recomputed(*args):
         return checkpoint(forward, *args, use_reentrant=False)
 
@@ -115,7 +115,7 @@ def configure_compiler() -> None:
     # Blocks share their code but not their constants, so each block counts as a recompilation.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.trace_autograd_ops = True  # for a forward pass that computes gradients
-    # The backward pass runs outside autocast: values computed in fp32 have fp32 gradients.
+    # The backward pass runs outside autocast, so that values computed in fp32 have fp32 gradients.
     torch._functorch.config.backward_pass_autocast = "off"
     # Also cache graphs that contain autograd functions, which attention and loss use. The cache key
     # includes the code of their forward and backward, with all constants.

@@ -73,7 +73,7 @@ class StepProfiler:
             times[event.key] = (own, event.count)  # microseconds
         total = sum(own for own, _ in times.values())
         largest = sorted(times.items(), key=lambda item: item[1][0], reverse=True)[:LARGEST]
-        lines = [f"the slowest operations, of {total / 1e3:,.1f} ms of {self.device.type} time:"]
+        lines = [f"the slowest operations in {total / 1e3:,.1f} ms of {self.device.type} time:"]
         for name, (own, count) in largest:
             lines.append(f"{own / total:6.1%} {own / 1e3:10,.2f} ms {count:7,} x  {name[:60]}")
         lines.append(f"written: {self.file}. To view it: https://ui.perfetto.dev")

@@ -10,10 +10,10 @@ Width. The step of a matrix should change its outputs equally at every width. Ad
 element by about its rate, and the changes in a row add up, so the rates of matrices and of the head
 fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm equal to its rate, and
 needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector multiplies features
-one by one: they need no factor either. The rate of a tied embedding is the geometric mean of the
+one by one, so they need no factor either. The rate of a tied embedding is the geometric mean of the
 rates of embedding and head at the reference's width, and falls with the width like a head's rate.
 
-Depth. No factor is needed: output projections start at zero, and the best rate is the same at 2 to
+Depth. No factor is needed. Output projections start at zero, and the best rate is the same at 2 to
 16 layers.
 
 Batch and length. How informative a gradient is depends on the batch B relative to the noise scale

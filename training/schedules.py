@@ -1,4 +1,4 @@
-"""Learning-rate schedules: from a step to a multiple of the peak rate.
+"""Learning-rate schedules, which map a step to a multiple of the peak rate.
 
 `steps` is the length of the run; it is infinite while the length is unknown. In a short run the
 warm-up takes at most a fifth of the steps.

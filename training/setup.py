@@ -37,7 +37,7 @@ PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # refused 
 def set_up_run(
     settings: Settings, overrides: list[str]
 ) -> tuple[Settings, Path | None, torch.device]:
-    """Check a config on this machine; return settings, checkpoint to start from, and device.
+    """Check a config on this machine; return settings, initial checkpoint and device.
 
     The settings have the model of `init_from`, if given. Raises ValueError for a config that
     cannot be trained on this machine.
@@ -126,12 +126,12 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
 
 
 def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
-    """Open the text that a run is trained and evaluated on.
+    """Open the text for training and evaluation.
 
     The tokenizer comes from the checkpoint `pretrained`, if given, and otherwise from the settings
     `data`. Raises ValueError if the text does not exist.
     """
-    # A task has no tokenizer: it generates token ids.
+    # A task has no tokenizer, because it generates token ids.
     if pretrained is not None and "tokenizer" in data:
         data = data | {"tokenizer": str(tokenizer_file(pretrained))}
     return prepare(instantiate(data, "data"), Path(".cache"))
@@ -140,12 +140,12 @@ def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
 def open_run_corpus(path: Path, config: dict) -> Corpus:
     """Reopen the text of a run, given its config and a checkpoint `path`, which has the tokenizer.
 
-    Raises ValueError if the text has changed since the run was trained on it.
+    Raises ValueError if the text has changed since the model was trained on it.
     """
     corpus = open_corpus(config["data"], path)
     if corpus.sha256 != config["text"]:
         raise ValueError(
-            f"the text has changed since the run was trained on it ({path}: SHA-256 was "
+            f"the text has changed since the model was trained on it ({path}: SHA-256 was "
             f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the original text; or "
             "python -m tools.evaluate --text FILE, which scores any text"
         )
@@ -182,7 +182,7 @@ def load_corpus(
 
 
 def warn_of_unused_keys(settings: Settings, corpus: Corpus, overrides: list[str]) -> None:
-    """Warn of overrides that have no effect with these settings and this text."""
+    """Warn about overrides that have no effect with these settings and this text."""
     unused = unused_keys(settings, corpus)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
@@ -195,7 +195,7 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
     source = instantiate(settings.data, "data")
     unused = source.unused_keys()
     if source.is_endless:
-        unused["max_epochs"] = "the rows of a task do not repeat"
+        unused["max_epochs"] = "the rows of a task never repeat"
         unused["document_mask"] = "each row of a task is one document"
     if settings.steps is not None:
         unused["max_epochs"] = f"steps={settings.steps} sets the length of the run"
@@ -270,7 +270,7 @@ def build_run(
 ) -> Run:
     """Build the parts of a run, and restore its newest checkpoint if it is resumed.
 
-    The settings were composed from `overrides`. A new run starts from the model `pretrained`, if given.
+    The settings were composed from `overrides`. A new run starts from `pretrained`, if given.
     """
     newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
     saved = None if newest is None else read_saved_run(newest)
@@ -400,6 +400,6 @@ def summary(run: Run) -> str:
         text += f", in at most {passes:.1f} passes over the text"
     held_out = run.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:
-        text += f"\nevaluates on all {held_out:,} held-out tokens: eval_tokens is larger"
+        text += f"\nevaluates on all {held_out:,} held-out tokens, because eval_tokens is larger"
     steps = None if total_steps == math.inf else total_steps
     return f"{text}\n{trainer.describe_rates(steps)}"

@@ -28,7 +28,7 @@ LONG_STEP = 1.0  # seconds; a step is watched only if the previous one took long
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step. Tensors are on the device: reading one synchronizes with it."""
+    """The results of a step. Tensors are on the device, so reading one synchronizes with it."""
 
     loss_sums: Tensor  # (1 + L,), one per name in `Trainer.loss_names`, over this rank's targets
     grad_norm: Tensor  # (), before clipping
@@ -82,7 +82,7 @@ class Trainer:
         return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, steps)
 
     def describe_rates(self, steps: float | None) -> str:
-        """Return lines about the peak rates of a run of `steps` steps (None: not known yet)."""
+        """Return lines about the peak rates of a run of `steps` steps (None if not known yet)."""
         settings = self.settings
         text = rates.describe(
             self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps
@@ -122,8 +122,8 @@ class Trainer:
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = sharding.full_tensor(grad_norm)
 
-        # Update the weights. An infinite gradient in fp16 calls for a smaller scale: clipping by
-        # its norm has spoiled every gradient, so the step is skipped.
+        # Update the weights. After an infinite gradient in fp16, the scale is reduced and the step
+        # is skipped, because clipping by an infinite norm has spoiled every gradient.
         has_overflowed = self.scaler.is_enabled() and not grad_norm.isfinite()
         if not has_overflowed:
             for optimizer in self.optimizers:

@@ -771,5 +771,5 @@ def test_an_override_without_effect_is_reported(command, story):
     result = command("train.py", *words, "max_epochs=2", "eval_tokens=999999").succeeded()
     assert result.err.count("warning: ") == 1
     assert "warning: max_epochs=2 has no effect: steps=2 sets the length of the run\n" in result.err
-    assert "held-out tokens: eval_tokens is larger" in result.err
+    assert "held-out tokens, because eval_tokens is larger" in result.err
     assert "0 steps instead of schedule.warmup=5" in result.err

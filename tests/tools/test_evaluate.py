@@ -172,7 +172,7 @@ def test_a_text_that_has_changed_since_training_is_refused(command, story, kind)
     )
     result = command("tools/evaluate.py", "--run", "runs/drawn", kind)
     assert result.code == 2 and not result.out
-    assert "the text has changed since the run was trained on it" in result.err
+    assert "the text has changed since the model was trained on it" in result.err
     assert "--text FILE" in result.err.splitlines()[-1]
 
 
