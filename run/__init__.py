@@ -1,4 +1,4 @@
-"""Runs on disk and on the machine: config, folder, checkpoints, device, processes, errors."""
+"""Support for runs: config, folder, checkpoints, device, processes and errors."""
 
 from pathlib import Path
 

@@ -228,7 +228,7 @@ def translate(
         if formula is not None:
             fields[formula] = convert(formula, value, given)
             if fields[formula] is None:
-                remarks.append(f"leave {word} out: here it is {FORMULAS[formula]}")
+                remarks.append(f"leave {word} out: its equivalent here is {FORMULAS[formula]}")
                 continue
             remark = FORMULAS[formula].format(value=values[word])
             remarks.append(f"{word}: {remark}")
@@ -253,7 +253,7 @@ def formula_of(template: str) -> str | None:
 
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
-    """Apply one of FORMULAS to a value, or to a sweep's values; None if one is not a number."""
+    """Apply one of FORMULAS to a value, or to all values of a sweep; None if one is no number."""
     if formula in ("rate", "matrix_rate"):
         return value
     if formula == "seeds":
@@ -317,10 +317,7 @@ def meant_number(key: str, value: Any) -> str | None:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Return the named value of a type that the user probably means by `value`.
-
-    Returns None if no named value is close.
-    """
+    """Return the named value of a type that the user probably meant; None if none is close."""
     known = named_values(annotation)
     typed = as_typed(value).lower()
     if "null" in known and typed in OFF:

@@ -70,8 +70,8 @@ def save(
 ) -> Path:
     """Write a checkpoint with the tokenizer's files, and remove all but the newest NUM_KEPT.
 
-    A crash at any time leaves the older checkpoints: every folder named step-* is complete.
-    Raises OSError if the disk rejects the write.
+    A crash at any time leaves the older checkpoints intact, and every folder named step-* is
+    complete. Raises OSError if the disk rejects the write.
     """
     path = run / "checkpoints" / f"step-{step:08d}"
     with sealed.atomic_directory(path) as staging:
@@ -81,12 +81,12 @@ def save(
             with (staging / "state.pt").open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch raises an error of a different type for a full disk; the OSError is its context.
+            # For a full disk, torch raises a RuntimeError whose context is the OSError.
             raise error.__context__ or error from None
         (staging / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         for name, content in tokenizer.items():
             (staging / name).write_bytes(content)
-    # The entries in the parent folders must reach the disk too.
+    # The entries in the parent folders must also reach the disk.
     for folder in (run, run.parent):
         sealed.sync(folder)
     prune(path)
@@ -178,7 +178,10 @@ def unsaved_run(config: Path) -> ValueError:
 
 
 def fix_for_path(path: Path, option: str) -> str:
-    """Return a fix that names a run after `option`, in place of a path that is not a run."""
+    """Return the fix for a path that is not a run: `option` and the run that was probably meant.
+
+    If no run is close to the path, the fix is a command that trains or imports a model.
+    """
     # A file or folder inside a run, or a mistyped path.
     run = holding_run(path)
     if run is None:
@@ -283,7 +286,7 @@ def load_model(
     tree = load_config(checkpoint)["model"]
     if context is not None:
         tree["context"] = context
-    # Before allocating memory, compare names and shapes with those of a model on the meta device.
+    # Before allocating memory, compare names and shapes with a model on the meta device.
     file = checkpoint / "config.json"
     with report_unreadable(file):
         shapes = instantiate_model(tree, "meta", dtype)

@@ -49,7 +49,7 @@ OTHER_OPTIONS = {
     "--precision": "--dtype",
     "--stop-sequence": "--stop",
 }
-# Other programs' switches -> their replacements if on and if off; None: no option is needed.
+# Other programs' switches -> our options for on and for off; None: no option is needed.
 OTHER_SWITCHES = {
     "--greedy": ("--temperature 0", None),
     "--sample": (None, "--temperature 0"),
@@ -73,8 +73,9 @@ OFF = ("false", "0", "no", "off")
 class Parser(argparse.ArgumentParser):
     """A parser that reports each error as one line with a fix; the default fix ends with `hint`.
 
-    Underscores in option names are read as dashes. Options of other programs are refused, and the
-    fix names ours. Commands that take overrides pass `check`, which raises for invalid ones.
+    Underscores in option names are read as dashes. Options of other programs are refused, with a
+    fix that names our option. Commands that take overrides pass `check`, which raises an error for
+    invalid overrides.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Parser(argparse.ArgumentParser):
         self.error(problem, fix)
 
     def check_positionals(self, words: list[str]) -> None:
-        """Exit with an error for a run given without --run, or a new folder without --out.
+        """Exit with an error if a run is given without --run, or a new folder without --out.
 
         The fix includes all missing options.
         """

@@ -20,7 +20,7 @@ from run.progress import say
 
 PDL = "triton.enable_pdl"  # an option of torch.compile
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
-# Compiling makes shorter runs slower: it takes a minute for the default model on two cores.
+# Compiling slows down shorter runs, because it takes a minute for the default model on two cores.
 LONG_STEPS = 200
 LONG_MINUTES = 3
 LINKING_SECONDS = 5  # a library of this age is no longer being written by a linker
@@ -36,12 +36,12 @@ if CACHE_KEY not in os.environ:
 
 
 def is_long_run(steps: float, minutes: float | None) -> bool:
-    """Whether compiling saves time in a run that is limited to these steps and minutes."""
+    """Whether compiling saves time in a run with at most this many steps and minutes."""
     return steps >= LONG_STEPS and (minutes is None or minutes >= LONG_MINUTES)
 
 
 def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> bool:
-    """Whether to compile for `compile=wanted`: auto compiles long runs if this machine can.
+    """Whether to compile for `compile=wanted`; auto compiles long runs if this machine can compile.
 
     Raises ValueError if compilation is requested but a requirement is missing on this machine.
     """
@@ -88,7 +88,7 @@ def c_compiler() -> str | None:
 def decode_options(device: torch.device) -> dict[str, bool]:
     """Return torch.compile's options for a decode step; on CUDA the step becomes one CUDA graph."""
     if device.type == "cpu":
-        # Call the kernels from C++: calling them from Python takes a third of a short step.
+        # Call the kernels from C++, because calls from Python take a third of a short step.
         return {"cpp_wrapper": True}
     options = {
         "triton.cudagraphs": True,
@@ -97,8 +97,8 @@ def decode_options(device: torch.device) -> dict[str, bool]:
         # torch/_inductor/decomposition.py).
         "coordinate_descent_tuning": True,
     }
-    # On Hopper and newer, a kernel may start before the preceding one has ended, and wait only to
-    # read its results: programmatic dependent launch (CUDA C++ Programming Guide).
+    # On Hopper and newer, a kernel may start before the preceding one has ended, and wait only when
+    # it reads its results (programmatic dependent launch, CUDA C++ Programming Guide).
     has_option = PDL in torch._inductor.list_options()  # torch 2.11 may lack it
     if has_option and torch.cuda.get_device_capability(device)[0] >= 9:
         options[PDL] = True

@@ -67,14 +67,14 @@ def begin_command() -> None:
 
 
 def end_quietly(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit on Ctrl-C until report_errors() handles it: there is nothing to save yet."""
+    """Exit on Ctrl-C until report_errors() handles it, because there is nothing to save yet."""
     os._exit(INTERRUPTED)
 
 
 def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
     """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
 
-    `rank0_only` is for problems that occur on every rank: only rank 0 prints them.
+    Set `rank0_only` for problems that occur on every rank, so that only rank 0 prints them.
     """
     assert code != 0
     if not rank0_only or is_rank0():
@@ -93,8 +93,8 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
 def flush(stream: IO | None) -> None:
     """Flush a stream; discard its buffer if that fails.
 
-    Otherwise Python would retry at exit, and change the exit code. If flushing fails, raises
-    OSError unless the reader, such as `head`, has exited.
+    If the buffer were kept, Python would flush again at exit, and change the exit code. If flushing
+    fails, raises OSError unless the reader, such as `head`, has exited.
     """
     if stream is None:
         return
@@ -109,7 +109,7 @@ def flush(stream: IO | None) -> None:
 def is_end_of_reader(error: OSError) -> bool:
     """Return whether an error means that the reader of standard output, such as `head`, has exited.
 
-    Other pipes can break too, such as a pipe to a killed process or to a server.
+    Other pipes can also break, such as a pipe to a killed process or to a server.
     """
     if not isinstance(error, BrokenPipeError) or sys.stdout is None:
         return False
@@ -228,7 +228,7 @@ def naming(path: os.PathLike | str) -> Iterator[None]:
 def user_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as invalid input, with exit code 2.
 
-    An OverrideError has its own exit code. Use this only to check configs and open data:
+    An OverrideError has its own exit code. Use this only to check configs and open data, because
     elsewhere, such an error is a bug.
     """
     try:

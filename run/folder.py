@@ -36,7 +36,7 @@ FIXED_ON_RESUME = (
 )
 # Files that a run writes before its first step.
 FIRST_FILES = (".lock", "config.yaml", "metrics.jsonl", "samples.txt")
-# Keys that do not affect any result: changes to them are not reported.
+# Keys that do not affect any result, so changes to them are not reported.
 IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides")
 
 
@@ -149,9 +149,9 @@ def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None
 
 
 def add_saved_overrides(overrides: list[str]) -> list[str]:
-    """Prepend the overrides with which a run was trained to `run_dir=RUN resume=true`.
+    """Prepend a run's saved overrides to `overrides`, which include `run_dir=RUN resume=true`.
 
-    Overrides that the user adds replace the run's overrides of the same key or group. Returns
+    Overrides that the user adds replace saved overrides of the same key or group. Returns
     `overrides` unchanged if there is no run to resume.
     """
     words = [as_text(word) for word in overrides]
@@ -265,14 +265,14 @@ def newest_config(run: Path) -> dict:
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
-    """List the changes between two configs of a run, and those that prevent resuming it."""
+    """List the changes between two configs of a run, and the changes that prevent resuming it."""
     then = dict(flatten(then))
     now = dict(flatten(now))
     changed = []
     refused = []
     for key in then | now:
-        # A missing key equals a key that is off (null, false, 0): an option added after the run
-        # began is not a change while it is off.
+        # A missing key equals a key that is off (null, false, 0), so an option that was added to
+        # the program after the run began is not a change while it is off.
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
             values = (errors.as_typed(then.get(key)), errors.as_typed(now.get(key)))

@@ -1,4 +1,4 @@
-"""This machine's device, its precision, peak FLOP/s and memory, and the processor."""
+"""The device of this machine, with its precision, peak FLOP/s and memory, and the processor."""
 
 import ctypes
 import os
@@ -59,9 +59,9 @@ BANDWIDTHS = {
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the device for `device=wanted`: auto takes a GPU if torch can use one.
+    """Return the device for `device=wanted`; auto picks a GPU if torch can use one.
 
-    A warning names a GPU that auto passes over because torch has no kernels for it. Raises
+    If auto skips a GPU because torch has no kernels for it, a warning names the GPU. Raises
     ValueError for a device that torch cannot use.
     """
     # In order of preference.
@@ -170,7 +170,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def prepare_for_training(device: torch.device) -> None:
-    """Set how this whole process multiplies fp32 matrices and frees memory.
+    """Set how the whole process multiplies fp32 matrices and frees memory.
 
     On a GPU, fp32 matrix products run in TF32. On a CPU, the allocator keeps freed memory instead
     of returning it to the system. Commands that do not call this multiply in full fp32.
@@ -241,7 +241,7 @@ def cpuinfo(field: str) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak FLOP/s in dense bf16; None for a device not in PEAKS."""
+    """The device's peak FLOP/s in dense bf16; None if PEAKS lacks the device."""
     return find_peak(device, PEAKS)
 
 

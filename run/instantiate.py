@@ -64,10 +64,10 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
 
 
 def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
-    """Build a model on a device; its parameters are in `dtype`, and not initialized yet.
+    """Build a model on a device; its parameters are in `dtype`, and are not initialized yet.
 
-    Buffers keep their own dtype, as under autocast, and so do vectors that no linear layer owns:
-    norms, sinks and decays are in fp32 or wider. On the meta device, a model has only shapes.
+    Buffers keep their own dtype, as under autocast. Vectors that no linear layer owns, such as
+    norms, sinks and decays, are in fp32 or wider. On the meta device, a model has only shapes.
     Raises the same errors as `instantiate`.
     """
     with torch.device(device):

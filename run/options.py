@@ -76,7 +76,7 @@ SHORT = {
 CONFIG_FILES = ("--config", "--config-file", "--config-name", "--config-path", "--config-dir")
 WITH_VALUE = (*CONFIG_FILES, "--cfg", "--package", "--info")
 PRINTED = "--cfg job prints the whole resolved config"
-# Hydra options that have no effect here -> the reason, and a command for the same overrides.
+# Hydra options that have no effect here -> the reason, and a command that takes the overrides.
 HYDRA_OPTIONS = {
     "--cfg": (PRINTED, "python train.py --cfg job"),
     "--multirun": ("tools.compare trains several runs", "python -m tools.compare"),
@@ -279,7 +279,7 @@ def preset_help(overrides: list[str]) -> Iterator[str]:
 
 
 def key_lines(tree: dict, path: str, comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    """Yield a line for each overridable key of nested dicts: its value and its comment."""
+    """Yield a line for each overridable key of nested dicts, with its value and its comment."""
     target = tree.get("_target_", "")
     for name, value in tree.items():
         key = f"{path}.{name}"

@@ -1,4 +1,4 @@
-"""Resolve the paths that a user types for runs: names, and paths inside a run."""
+"""Resolve run names and paths that users type, including paths inside a run."""
 
 import os
 from pathlib import Path

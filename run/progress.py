@@ -16,7 +16,7 @@ PATIENCE = 2.0  # seconds after which a wait is announced
 
 
 def say(text: str) -> None:
-    """Write a line on standard error, above a progress bar if there is one. Only on rank 0."""
+    """On rank 0, write a line to standard error, above the progress bar if there is one."""
     if is_rank0():
         with suppress(OSError):  # standard error may be a closed pipe, or a file on a full disk
             tqdm.write(text, file=sys.stderr)
@@ -39,10 +39,8 @@ def duration(seconds: float) -> str:
 def waiting(what: str, total: int = 1, *, patience_factor: float = 1.0) -> Iterator[tqdm]:
     """Announce `what` if the code inside takes longer than `patience_factor` x PATIENCE.
 
-    A terminal also shows a progress bar.
-
-    To estimate the time left, the code inside may call the bar's `update` after each of `total`
-    parts.
+    A terminal also shows a progress bar. To let the bar estimate the time left, the code inside may
+    call its `update` after each of `total` parts.
     """
     patience = PATIENCE * patience_factor
     # `disable=None` shows the bar only on a terminal.

@@ -39,7 +39,7 @@ PARTS = {  # groups whose presets become part of the model's config
     "norm": "norm before attention, feed-forward and the output head",
 }
 
-# Keys that mirror another key: the run sets them, and overrides cannot.
+# Keys that mirror another key. The run sets them, and they cannot be overridden.
 COPIES = {
     "model.vocab_size": "data.vocab_size",
     "model.context": "context",
@@ -114,17 +114,17 @@ class Settings(BaseModel):
     max_minutes: PositiveFloat | None
     """time limit in minutes from process start; null: no limit"""
     max_epochs: PositiveInt | None
-    """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 are nearly as good as new text (2305.16264)"""
+    """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 passes are nearly as good as new text (2305.16264)"""
     context: int = Field(ge=2)
     """tokens per sequence"""
     batch_tokens: PositiveInt
     """tokens per optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, limited by memory on a GPU"""
+    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, the largest number that fits into memory on a GPU"""
     sharded: bool
     """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool
-    """recompute activations in the backward pass: saves memory, takes a third more time"""
+    """recompute activations in the backward pass, which saves memory but takes a third more time"""
     clip: PositiveFloat | None
     """clip the gradient norm to this value; null: no clipping"""
     z_loss: NonNegativeFloat
@@ -296,7 +296,7 @@ def first_value(override: "Override") -> str:
 
 
 def sweep_problem(word: str, sweep: str, words: list[str]) -> str:
-    """Return an error line for several values, which may be a comparison, a list or text."""
+    """Return an error line for several values, meant as a comparison, a list or text."""
     key, _, value = sweep.partition("=")
     sweep = nearest_choice(sweep)
     if is_one_number(value):
@@ -341,7 +341,7 @@ def check_key(key: str, word: str) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise ValueError for a value that only other programs accept, unless it is an existing path."""
+    """Raise ValueError for a text value that only other programs accept."""
     if value.lower() == "none":
         fix = "leave name out" if key == "name" else f"{key}=null"
         raise ValueError(f"None must be written as null ({key}={value}). fix: {fix}")
@@ -466,7 +466,7 @@ def quoted(override: str) -> str:
 def composing_problem(
     error: Exception, words: list[str], typed: list[str], *, is_comparison: bool
 ) -> str:
-    """Return an error line for a Hydra error about the overrides `words`: the problem and a fix.
+    """Return an error line, with a fix, for a Hydra error about the overrides `words`.
 
     The line names the overrides as spelled in `typed`, as arguments of a comparison or of train.py.
     """
@@ -527,7 +527,7 @@ def check_choices(group: str, names: list[str]) -> None:
 
 
 def nearest_choices(group: str, names: list[str]) -> list[str]:
-    """Return the choice closest to each name, without duplicates; keep a name far from all."""
+    """Return the choice closest to each name, without duplicates; names close to none are kept."""
     known = choices(group)
     nearest = []
     for name in names:
@@ -586,7 +586,7 @@ def unknown_keys(wrong: list[str], own: dict, words: list[str], *, is_comparison
             fixes.append(f"{group}={value}")
         elif nearest := nearest_key(key, own):
             fixes.append(f"{nearest}={shlex.quote(value or 'VALUE')}")
-            # In a group of another program, such as trainer.max_epochs, only this key ends the run.
+            # In other programs, such a key (trainer.max_epochs) alone sets the length of a run.
             if "." in key and nearest in aliases.LENGTHS and "max_minutes" not in typed:
                 fixes.append("max_minutes=null")
         else:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end: SIGTERM, SIGUSR1, SIGHUP and Ctrl-C."""
+"""Signals that ask a run to save a checkpoint and end: SIGTERM, SIGUSR1, SIGHUP and Ctrl-C."""
 
 import os
 import signal
@@ -71,4 +71,4 @@ class Signals:
             self.received = EXIT_CODES[number]
             # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
-                os.write(2, b"\nsaving after this step; Ctrl-C again stops at once, unsaved\n")
+                os.write(2, b"\nsaving after this step; a second Ctrl-C stops without saving\n")

@@ -1,9 +1,9 @@
 """The number of a process's CPU threads, and how long they spin while they wait.
 
 Threads that share a matrix product wait at its end for the slowest thread. They spin while they
-wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores: the
-slowest thread has lost its core, often to a spinning thread. Threads therefore spin only briefly,
-and a process that starts on a busy machine, or under a quota, uses fewer threads.
+wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores,
+because the slowest thread has lost its core, often to a spinning thread. Threads therefore spin
+only briefly, and a process that starts on a busy machine, or under a quota, uses fewer threads.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import NamedTuple
 # Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
 # milliseconds for Intel's and LLVM's libraries, whose default is 200.
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-FEW_CORES = 0.5  # cores used by other processes: a lower load does not cost a thread
+FEW_CORES = 0.5  # cores used by other processes; at a lower load, all threads are used
 BURST_SECONDS = 2.0  # a load that ends earlier does not count
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # ticks are the unit of /proc/stat
 IDLE_FIELDS = (3, 4)  # fields of a line in /proc/stat: idle, and waiting for a disk
@@ -23,7 +23,7 @@ GUEST_FIELDS = slice(8, None)  # already included in the user's time
 
 
 class CpuTime(NamedTuple):
-    """A point in time, and the seconds for which this process's cores had been busy until then."""
+    """A point in time, and how many seconds this process's cores had been busy until then."""
 
     now: float
     busy: float  # with any process
@@ -132,7 +132,7 @@ def lasting_load() -> float:
 def free_threads(threads: int) -> tuple[int, str]:
     """Return how many of the `threads` are worth using, and the reason ("" if all are used).
 
-    Under load from other processes, at least half are used, because a core is shared equally.
+    Under load from other processes, at least half are used, because processes share cores equally.
     """
     num_cores = len(cores())
     quota = cpu_quota()
