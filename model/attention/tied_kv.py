@@ -10,7 +10,7 @@ from model.layers import rms, split_heads
 
 
 class TiedAttention(SoftmaxAttention):
-    """Keys are a projection, normalized and rotated; values are the projection divided by its RMS.
+    """Keys are the normalized, rotated projection; values are the projection divided by its RMS.
 
     Takes SoftmaxAttention's knobs. The cache stores only the projection, which halves the cache;
     norm and RoPE are applied when the projection is read.
