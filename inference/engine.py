@@ -144,17 +144,17 @@ class Engine:
         """Empty a cache, and run prompts (N, T) through the model into its first N rows.
 
         Padding is -1, and occurs only if `is_ragged`. Returns the hidden states (N, P, D) of the
-        last part, which has at most `prefill_chunk` tokens.
+        last chunk, which has at most `prefill_chunk` tokens.
         """
         cache.reset()
         cache = cache.rows(slice(len(tokens)))
         end = 0
-        for part in tokens.split(self.prefill_chunk, dim=1):
-            end += part.shape[1]
-            padding = (part < 0).sum(dim=1) if is_ragged else None
-            # Attend only to the cache slots that are filled after this part.
+        for chunk in tokens.split(self.prefill_chunk, dim=1):
+            end += chunk.shape[1]
+            padding = (chunk < 0).sum(dim=1) if is_ragged else None
+            # Attend only to the cache slots that are filled after this chunk.
             filled = cache.truncated(end)
-            hidden, _ = self.model.hidden_states(part.clamp(min=0), filled, padding)
+            hidden, _ = self.model.hidden_states(chunk.clamp(min=0), filled, padding)
         return hidden
 
     def read_slots(self, length: int) -> None:

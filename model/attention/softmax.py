@@ -136,7 +136,7 @@ class SoftmaxAttention(Attention):
     def norm_and_rope(
         self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, positions: Tensor | None = None
     ) -> Tensor:
-        """Normalize queries or keys (B, T, H, E), and rotate them to the new tokens' positions.
+        """Normalize queries or keys (B, T, H, E), and apply RoPE at the new tokens' positions.
 
         If `positions` (B, T) are given, they replace the new tokens' positions.
         """

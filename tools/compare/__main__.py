@@ -162,7 +162,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--quick",
         action="store_true",
-        help="skip measuring longer contexts and decoding speed for the report",
+        help="leave the loss at longer contexts and the decoding speed out of the report",
     )
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]

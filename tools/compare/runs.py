@@ -134,7 +134,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """Accuracy in a task; on text, bits per byte, or nats per token if bytes are unknown."""
+        """Accuracy on a task; on text, bits per byte, or nats per token without a byte count."""
         if self.task != "text":
             return f"{self.task}_accuracy"
         return "val_loss" if self.last["val_bpb"] is None else "val_bpb"

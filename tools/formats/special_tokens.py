@@ -330,7 +330,7 @@ def has_other_cuts(tokenizer: JsonTokenizer, name: str) -> bool:
 
 
 def describe_bos(tokenizer: Tokenizer) -> str | None:
-    """Describe a BOS that the configs name but no text begins with; None without such a BOS."""
+    """Describe a BOS that the configs name but encoding never prepends; None if there is none."""
     imported_ids = json.loads(tokenizer.files["generation_config.json"])[IMPORTED_IDS]
     for name, ids in imported_ids.items():
         named = ids.get("bos_token_id")
