@@ -73,9 +73,11 @@ class GPU:
 H100 = GPU("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * 1024)
 GPUS = {
     "sm_75": GPU("Tesla T4", 75, 40, 1024, 64 * 1024),
+    "sm_80": GPU("NVIDIA A100-SXM4-80GB", 80, 108, 2048, 163 * 1024),
     "sm_86": GPU("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * 1024),
     "sm_89": GPU("NVIDIA GeForce RTX 4090", 89, 128, 1536, 99 * 1024),
     "sm_90": H100,
+    "sm_100": GPU("NVIDIA B200", 100, 148, 2048, 227 * 1024),
     "sm_120": GPU("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * 1024),
 }
 PRECISIONS = {

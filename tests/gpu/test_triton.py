@@ -46,9 +46,13 @@ def run(module: str, *arguments: str) -> dict:
 OTHER_GPUS = [
     ("sm_75", "gqa precision=fp16"),
     ("sm_75", "sink precision=fp16"),
+    ("sm_80", "gqa document_mask=true"),
+    ("sm_80", "sink"),
     ("sm_86", "gqa document_mask=true"),
     ("sm_86", "gqa document_mask=true model.heads=6"),
     ("sm_89", "mla document_mask=true attention.head_dim=128"),
+    ("sm_100", "gqa document_mask=true"),
+    ("sm_100", "sink"),
     ("sm_120", "sink"),
     ("sm_120", "kda document_mask=true"),
 ]
