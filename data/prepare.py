@@ -1,4 +1,7 @@
-"""Convert documents to token shards once; later runs find the shards by their hash in a cache.
+"""Convert documents to token shards once; later runs find the shards in a cache.
+
+The cache is keyed by a hash of the documents and the tokenizer.
+
 
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.

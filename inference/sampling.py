@@ -1,4 +1,4 @@
-"""Sample tokens from logits. A sample depends only on its row's logits, seed and draw index."""
+"""Sample tokens from logits. A row's sample does not depend on the other rows."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def sample(
 ) -> Tensor:
     """logits (..., V), seeds and draw_indices (...) int64 -> tokens (...).
 
-    A row's sample depends on its logits, seed and draw index, not on other rows or earlier samples.
+    A row's sample depends on its logits, seen tokens, seed and draw index, not on other rows.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. Filters apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
     The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V).

@@ -165,7 +165,7 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
 
 
 def unsaved_run(config: Path) -> ValueError:
-    """Return the error for a run that has not saved a checkpoint yet; `config` is its config.yaml."""
+    """Return the error for a run without a checkpoint; `config` is the path of its config.yaml."""
     save_every = "save_every"
     with suppress(OSError, yaml.YAMLError, TypeError, LookupError):
         save_every = yaml.safe_load(config.read_text(encoding="utf-8"))["save_every"]

@@ -84,7 +84,8 @@ def main(args: argparse.Namespace) -> None:
     if misreadings:
         say(
             "warning: some programs misread this model without an error: "
-            f"{'; '.join(misreadings)}. fix: use a program that docs/formats.md lists as giving the same outputs"
+            f"{'; '.join(misreadings)}. fix: use a program that "
+            "docs/formats.md lists as giving the same outputs"
         )
     print(
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "

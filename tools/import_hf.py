@@ -50,7 +50,7 @@ def import_model(args: argparse.Namespace) -> None:
         if is_run(args.folder):
             fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"
             raise ValueError(
-                f"train.py saved this run, so it does not have to be imported ({args.folder}). "
+                f"a run or checkpoint of attend does not have to be imported ({args.folder}). "
                 f"fix: {fix}"
             )
         config = read_json(args.folder / "config.json")

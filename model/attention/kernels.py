@@ -391,8 +391,9 @@ class AttentionKernel(nn.Module):
         is_compiling = torch.compiler.is_compiling()
         is_fusable = self.softcap is None and sink is None and score_bias is None
         if token_bias is not None:
-            # Only a GPU folds the token bias into the products. For a single query, this would copy
-            # all keys. A CPU adds the bias to the scores, which is exact in any dtype.
+            # Only a GPU folds the token bias into the products, and only for several queries: for a
+            # single query, this would copy all keys. A CPU adds the bias to the scores, which is
+            # exact in any dtype.
             is_fusable = is_fusable and q.is_cuda and length > 1
 
         # FlexAttention must be compiled, has no dropout, and is unused for plain causal attention.

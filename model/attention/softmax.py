@@ -25,9 +25,9 @@ from model.rope import Scaling
 class SoftmaxAttention(Attention):
     """Softmax attention; a preset is a combination of these options.
 
-    Without a `rope_base`, there is no RoPE. `head_dim` defaults to dim / heads; with other values,
-    the heads together are wider or narrower than x. A token attends to at most the `window` newest
-    tokens, itself included, and only to tokens in its own `chunk`; the cache holds only these
+    If `rope_base` is null, there is no RoPE. A `head_dim` of null means dim / heads; with other
+    values, the heads together are wider or narrower than x. A token attends to at most the `window`
+    newest tokens, itself included, and only to tokens in its own `chunk`; the cache holds only these
     tokens. Raises ValueError for options that are out of range or conflict.
     """
 

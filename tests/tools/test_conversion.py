@@ -167,7 +167,7 @@ APPROXIMATE = [
     ("gqa", "attention=shared_kv attention.share=half", "the mean of 2 layers"),
     ("gqa", "attention=mla attention.rank=48", "a latent of rank 48"),
     ("llama", "attention=mla attention.rank=20 attention.rope_dim=4", "4 of 16 features"),
-    ("mqa", "attention=gdn", "a recurrence with these projections"),
+    ("mqa", "attention=gdn", "a recurrence with the old projections"),
 ]
 
 

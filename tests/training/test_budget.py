@@ -16,9 +16,8 @@ def simulate(
 ) -> tuple[float, list[float], list[int]]:
     """Simulate a run in which a step takes 0.05 s times slowness(used share of the time limit).
 
-    `pauses` lists activities, their intervals in steps, and the seconds of the first and of later
-    ones.
-    Returns the share of the limit at the end, the schedule of each step, and the fitted totals.
+    `pauses` lists activities, their intervals in steps, and the seconds of the first pause and of
+    later pauses. Returns the share of the limit at the end, the schedule of each step, and the fitted totals.
     """
     clock = [run.clock.started]
     monkeypatch.setattr("training.clock.monotonic", lambda: clock[0])

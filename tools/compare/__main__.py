@@ -162,7 +162,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--quick",
         action="store_true",
-        help="leave the loss at longer contexts and the decoding speed out of the report",
+        help="do not measure the loss at longer contexts and the decoding speed for the report",
     )
     args = parser.parse_intermixed_args()
     folders = [word for word in args.overrides if "=" not in word]

@@ -34,7 +34,7 @@ class Variant:
     searched: list[Job] = field(default_factory=list)  # the runs of the search for the best factor
 
     def job(self, seed: int, factor: float | None = None) -> Job:
-        """Return the job that trains with `seed` and `factor` (default: the variant's own factor)."""
+        """Return the job with a seed and a factor, which defaults to the variant's own factor."""
         label = self.name
         scale = self.factor
         if factor is not None:

@@ -38,10 +38,10 @@ def judge(
 ) -> dict[str, Verdict]:
     """Judge each variant by comparing its values with the baseline's values; lower is better.
 
-    A variant is as good as the baseline if the upper bound of its interval is within `margin`. The intervals come
-    from Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance pooled over
-    all samples; if `spreads_differ`, they come from Welch's t-tests with Bonferroni's correction.
-    Seeds are not paired: pairing explains none of the variance of a loss after training
+    A variant is as good as the baseline if the upper bound of its interval is within `margin`. The
+    intervals come from Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance
+    pooled over all samples; if `spreads_differ`, they come from Welch's t-tests with Bonferroni's
+    correction. Seeds are not paired: pairing explains none of the variance of a loss after training
     (docs/results.md).
     """
     judged = {name: values for name, values in variants.items() if has_spread(values)}

@@ -350,7 +350,7 @@ def read_json(file: Path) -> dict:
     except (ValueError, OSError) as error:
         raise ValueError(
             f"missing or not JSON ({file}: {error}). fix: download all files of the model. A run "
-            "that train.py saved does not have to be imported"
+            "or checkpoint of attend does not have to be imported"
         ) from None
 
 
