@@ -297,7 +297,7 @@ REFUSED = [
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
     ("gqa", "attention.head_dim=32", "attention.head_dim=16"),
     ("mha", "attention.kv_heads=3", ""),
-    ("gated", "attention.gated=false", "an attention with gate_proj.weight"),
+    ("gated", "attention.gated=false", "an attention variant with gate_proj.weight"),
     ("gqa attention.rope_base=null", "attention.rope_base=10000.0", "attention.rope_base=null"),
     (
         "gqa",
@@ -319,7 +319,7 @@ REFUSED = [
     ("gqa", "attention._target_=model.layers.rms", "leave attention."),
     ("mla", "attention=gqa", "train the new attention variant from scratch"),
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
-    ("gated", "attention=mla", "an attention with gate_proj.weight"),
+    ("gated", "attention=mla", "an attention variant with gate_proj.weight"),
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
     ("gqa model.softcap=30.0 attention.window=9", "attention=mla", "attention.window=null"),
     ("gqa", "attention=mla attention.head_dim=4", "attention.head_dim=16"),
