@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 def fp32(x: Tensor) -> Tensor:
     """Cast x to fp32, or leave it in fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
