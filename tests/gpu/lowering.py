@@ -90,7 +90,9 @@ PRECISIONS = {
 
 FLASH_ATTENTION = r"ops\.aten\._scaled_dot_product_flash_attention\w*\.default\("
 # Kernel launches in generated code: Triton, library and torch kernels.
-LAUNCH = re.compile(r"\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.")
+TRITON_LAUNCH = r"\w+\.run\("
+LIBRARY_CALL = r"extern_kernels\."
+LAUNCH = re.compile(rf"{TRITON_LAUNCH}|{LIBRARY_CALL}|torch\.ops\.aten\.")
 
 TRIGONOMETRIC = re.compile(r"\b(cos|sin)\(")
 
@@ -434,6 +436,8 @@ def main() -> None:
         "overrides": args.overrides,
         "graphs": len(lowering.graphs),
         "kernels": len(lowering.kernels),
+        "triton_launches": lowering.count(TRITON_LAUNCH),
+        "library_calls": lowering.count(LIBRARY_CALL),
         "flash_attention": lowering.count(FLASH_ATTENTION),
         "atomic_flex_attention": lowering.count_atomic_flex_attention(),
         "trigonometric": lowering.count_trigonometric(),
