@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -279,6 +280,14 @@ def test_resume_refuses_a_run_with_a_different_row_order():
     now = THEN | {"row_order": 2}  # a run of the first version has no such key
     with pytest.raises(ValueError, match="00001 was saved by a version that reads the rows"):
         checkpointer.check_resumed(THEN, now, Path("run/checkpoints/step-00000001"))
+
+
+@pytest.mark.parametrize("change", [{"row_order": 2}, {"seed": 1}])
+def test_the_override_for_a_new_run_can_be_pasted_if_the_path_has_a_space(change):
+    with pytest.raises(ValueError, match="init_from=") as refused:
+        checkpointer.check_resumed(THEN, THEN | change, Path("my run/checkpoints/step-00000001"))
+    pasted = str(refused.value).partition("resume=false ")[2]
+    assert shlex.split(pasted) == ["init_from=my run"]
 
 
 def test_resume_reports_a_change_of_machine():
