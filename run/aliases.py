@@ -253,7 +253,7 @@ def formula_of(template: str) -> str | None:
 
 
 def convert(formula: str, value: str, given: dict[str, str]) -> str | None:
-    """Apply one of FORMULAS to a value, or to all values of a sweep; None if one is no number."""
+    """Apply one of FORMULAS to a value or to each value of a sweep; None if one is not a number."""
     if formula in ("rate", "matrix_rate"):
         return value
     if formula == "seeds":

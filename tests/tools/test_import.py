@@ -125,7 +125,7 @@ LEFT_OUT = {"SmolLM3": ("tie_word_embeddings", True)}
 def drawn_folder(name: str, folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
     """Save a small random model of a transformers class with our tokenizer.
 
-    transformers cannot read our tokenizer for Qwen2, so Qwen2 gets a tokenizer of its own family.
+    transformers cannot read our tokenizer for Qwen2, so Qwen2 gets a tokenizer of the Qwen2 family.
     """
     import transformers
 
