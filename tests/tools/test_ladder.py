@@ -14,14 +14,18 @@ from tools.compare.ladder import CANNOT_TELL, Rung, compute_factor, fit_power_la
 DIMS = {64: 1e12, 96: 4e12, 128: 13e12, 192: 64e12}  # FLOPs per run
 
 
-def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd"):
-    """Simulate rungs with these numbers of seeds and deviations; variant a has a `lead`."""
+def simulate(draw, numbers, spreads, lead=lambda flops: 0.0, variants="abcd", wide=None):
+    """Simulate rungs with these numbers of seeds and deviations.
+
+    Variant a has a `lead`, and the deviation of variant `wide` is three times as large.
+    """
     rungs = []
     for (dim, flops), number, spread in zip(DIMS.items(), numbers, spreads, strict=True):
         samples = {}
         for name in ("base", *variants):
             mean = 2.0 * (flops / 1e12) ** -0.06 - (lead(flops) if name == "a" else 0.0)
-            samples[name] = list(draw.normal(mean, spread, number))
+            deviation = 3 * spread if name == wide else spread
+            samples[name] = list(draw.normal(mean, deviation, number))
         rungs.append(Rung(dim, flops, samples))
     return rungs
 
@@ -35,17 +39,19 @@ def test_the_trend_is_the_slope_of_a_line_fitted_to_the_differences():
     assert trend.low < trend.slope < trend.high
 
 
-def test_one_variant_at_two_sizes_gives_the_interval_of_an_interaction_test():
-    """With equal numbers of seeds, this is the t-test for a change of (a - base) with the size."""
+def test_one_variant_at_two_sizes_gives_the_wider_interval_of_two_interaction_tests():
+    """These are t-tests for a change of (a - base) with the size, with and without pooling."""
     draw = np.random.default_rng(1)
     rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="a")[:2]
     trend = judge_trends(rungs, "base")["a"]
     span = math.log10(4)
     (a0, b0), (a1, b1) = ((each.samples["a"], each.samples["base"]) for each in rungs)
     slope = (np.mean(a1) - np.mean(b1) - np.mean(a0) + np.mean(b0)) / span
-    parts = [(np.var(a, ddof=1) + np.var(b, ddof=1)) / 5 / span**2 for a, b in ((a0, b0), (a1, b1))]
-    freedom = sum(parts) ** 2 / sum(part**2 / 8 for part in parts)
-    half = math.sqrt(sum(parts)) * stats.t.ppf(0.975, freedom)
+    parts = [np.var(sample, ddof=1) / 5 / span**2 for sample in (a0, b0, a1, b1)]
+    pairs = [parts[0] + parts[1], parts[2] + parts[3]]
+    separate = sum(parts) ** 2 / sum(part**2 / 4 for part in parts)
+    pooled = sum(pairs) ** 2 / sum(pair**2 / 8 for pair in pairs)
+    half = math.sqrt(sum(parts)) * stats.t.ppf(0.975, min(separate, pooled))
     assert (trend.slope, trend.low, trend.high) == pytest.approx(
         (slope, slope - half, slope + half)
     )
@@ -73,6 +79,14 @@ def test_one_seed_per_size_gives_no_trend():
     trends = judge_trends(rungs, "base")
     assert {trend.text for trend in trends.values()} == {CANNOT_TELL}
     assert all(math.isnan(trend.low) for trend in trends.values())
+
+
+def test_one_seed_at_a_single_size_gives_no_trend():
+    rungs = simulate(np.random.default_rng(5), (4, 4, 4, 2), [0.01] * 4)
+    rungs[-1].samples["a"] = rungs[-1].samples["a"][:1]
+    trends = judge_trends(rungs, "base")
+    assert trends["a"].text == CANNOT_TELL and math.isnan(trends["a"].low)
+    assert trends["b"].low < trends["b"].high
 
 
 def test_the_compute_factor_inverts_the_fitted_power_law():
@@ -105,15 +119,19 @@ def test_a_report_on_several_sizes_describes_the_trend(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("wide", [None, "a", "base"])
 @pytest.mark.parametrize(
     "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
 )
-def test_equal_variants_rarely_show_a_trend(spreads):
-    """At most 5 % of 500 tables with equal variants have a trend, within the sampling error."""
+def test_equal_variants_rarely_show_a_trend(spreads, wide):
+    """At most 5 % of 500 tables have a trend, also if one variant's spread is three times as large.
+
+    In the second case, the limit includes the sampling error.
+    """
     draw = np.random.default_rng(4)
     false = 0
     for _ in range(500):
-        trends = judge_trends(simulate(draw, (6, 6, 4, 2), spreads), "base")
+        trends = judge_trends(simulate(draw, (6, 6, 4, 2), spreads, wide=wide), "base")
         false += any(trend.text != CANNOT_TELL for trend in trends.values())
-    print(f"{spreads}: {false} of 500")
-    assert false <= stats.binom.ppf(0.975, 500, 0.05)
+    print(f"{spreads}, wide {wide}: {false} of 500")
+    assert false <= (stats.binom.ppf(0.975, 500, 0.05) if wide else 25)

@@ -13,7 +13,7 @@ from tools.compare.comparison import Comparison, judge_measure
 from tools.compare.measures import with_interval
 from tools.compare.page import Page
 from tools.compare.plots import draw_ladder
-from tools.compare.statistics import LEVEL, Samples, Verdict, has_spread, spreads_differ
+from tools.compare.statistics import LEVEL, Samples, Verdict, has_spread
 
 CANNOT_TELL = "cannot tell"
 CLAUSES = {
@@ -54,7 +54,7 @@ class Trend(NamedTuple):
 
     `slope` is the change in the difference when compute grows tenfold; `low` and `high` are the
     bounds of its interval. With a probability of 95%, the intervals of all variants contain the
-    true slopes. The bounds are NaN if a size has no spread between seeds.
+    true slopes. The bounds are NaN if a size has a single seed of the variant or the baseline.
     """
 
     slope: float
@@ -228,10 +228,12 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     """Judge for each variant whether its difference from the baseline changes with compute.
 
     The slope of a line fitted to the differences, over the logarithm of the compute, is a weighted
-    sum of means, so its standard error follows from the spread across seeds. The spreads are pooled
-    over all variants of the same size unless they differ (Bartlett's test). The degrees of freedom
-    follow Satterthwaite, Biometrics Bulletin 2 (1946), and Bonferroni's correction accounts for the
-    number of variants.
+    sum of means, so its standard error follows from the spread across seeds. The interval is the
+    wider of two: one from the variances of the variant and the baseline alone, and one from
+    variances that are pooled over all variants of the same size. The first is too narrow with few
+    seeds, and the second if variances differ. Without a second seed of the variant and of the
+    baseline at each size, the interval is NaN. The degrees of freedom follow Satterthwaite,
+    Biometrics Bulletin 2 (1946), and Bonferroni's correction accounts for the number of variants.
     """
     logs = np.log10([rung.flops for rung in rungs])
     deviations = logs - logs.mean()
@@ -242,43 +244,56 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     for name in variants:
         differences = [rung.difference(name, baseline) for rung in rungs]
         slope = float(np.dot(weights, differences))
-        parts = []  # terms of the slope's variance, with their degrees of freedom
+        separate = []
+        pooled = []
         for rung, weight in zip(rungs, weights, strict=True):
-            for variance, freedom in difference_variance(rung.samples, name, baseline):
-                parts.append((weight**2 * variance, freedom))
-        total = sum(variance for variance, _ in parts)
-        if math.isnan(total):
-            trends[name] = Trend(slope, math.nan, math.nan, CANNOT_TELL)
-            continue
-        freedom = total**2 / sum(variance**2 / each for variance, each in parts)
-        half = math.sqrt(total) * stats.t.ppf(1 - LEVEL / len(variants) / 2, freedom)
+            pair = [rung.samples[name], rung.samples[baseline]]
+            separate += [(weight**2 * variance, freedom) for variance, freedom in variances(pair)]
+            variance, freedom = pooled_variance(pair, rung.samples)
+            pooled.append((weight**2 * variance, freedom))
+        tail = LEVEL / len(variants) / 2
+        half = float(np.maximum(half_width(separate, tail), half_width(pooled, tail)))
         text = trend_text(slope - half, slope + half, differences[-1])
         trends[name] = Trend(slope, slope - half, slope + half, text)
     return trends
 
 
-def difference_variance(samples: Samples, name: str, baseline: str) -> list[tuple[float, int]]:
-    """Return (variance, degrees of freedom) for each term of the variance of a mean difference.
+def variances(pair: list[list[float]]) -> list[tuple[float, int]]:
+    """Return the variance of each sample's mean with its degrees of freedom.
 
     A variance is NaN if it cannot be estimated.
     """
-    pair = [samples[name], samples[baseline]]
-    others = {key: values for key, values in samples.items() if key != baseline}
-    if has_spread(samples[baseline]) and spreads_differ(samples[baseline], others):
-        if not all(map(has_spread, pair)):
-            return [(math.nan, 1)]
-        return [(np.var(values, ddof=1) / len(values), len(values) - 1) for values in pair]
+    if not all(map(has_spread, pair)):
+        return [(math.nan, 1)]
+    return [(np.var(values, ddof=1) / len(values), len(values) - 1) for values in pair]
+
+
+def pooled_variance(pair: list[list[float]], samples: Samples) -> tuple[float, int]:
+    """Return the variance of the difference of the pair's means with its degrees of freedom.
+
+    All samples are assumed to have the same variance. It is NaN if it cannot be estimated.
+    """
     known = [values for values in samples.values() if has_spread(values)]
     if not known:
-        return [(math.nan, 1)]
+        return math.nan, 1
     freedom = sum(len(values) - 1 for values in known)
-    pooled = sum(np.var(values) * len(values) for values in known) / freedom
-    return [(pooled * sum(1 / len(values) for values in pair), freedom)]
+    variance = sum(np.var(values) * len(values) for values in known) / freedom
+    return variance * sum(1 / len(values) for values in pair), freedom
+
+
+def half_width(terms: list[tuple[float, int]], tail: float) -> float:
+    """Return half the width of an interval with a probability of `tail` on either side.
+
+    `terms` are the summands of the squared standard error, with their degrees of freedom.
+    """
+    total = sum(variance for variance, _ in terms)
+    freedom = total**2 / sum(variance**2 / each for variance, each in terms)
+    return math.sqrt(total) * stats.t.ppf(1 - tail, freedom)
 
 
 def trend_text(low: float, high: float, difference: float) -> str:
     """Describe a trend, given the interval of its slope and the difference at the largest size."""
-    if low <= 0 <= high:
+    if not (low > 0 or high < 0):
         return CANNOT_TELL
     noun = "lead" if difference < 0 else "deficit"
     verb = "grows" if (high < 0) == (difference < 0) else "shrinks"
