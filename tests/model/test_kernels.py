@@ -85,15 +85,21 @@ def test_compiled_code_has_at_most_eight_query_blocks(
     assert_same_with_gradients(y, expected, (q, k, v))
 
 
-@pytest.mark.parametrize("length, is_fused", [(2048, False), (2049, True)])
-def test_compiled_cpu_training_uses_query_blocks_up_to_2048_tokens(length, is_fused, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "dtype", "is_fused"),
+    [(2048, torch.bfloat16, False), (2049, torch.bfloat16, True), (256, torch.float32, True)],
+)
+def test_compiled_cpu_training_uses_query_blocks_in_half_precision_up_to_2048_tokens(
+    length, dtype, is_fused, monkeypatch
+):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    q, k, v = (random(1, length, 1, 2) for _ in range(3))
+    q, k, v = (random(1, length, 1, 2).to(dtype) for _ in range(3))
     with Operations() as operations:
         y = AttentionKernel()(q, k, v, Visibility(None, None, None))
     assert ("aten::exp" not in operations.names) == is_fused
     q, k, v = by_tokens(q, k, v)
-    close(y.transpose(1, 2), scaled_dot_product_attention(q, k, v, is_causal=True))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    close(y.transpose(1, 2), expected, rtol=0, atol=0.02)
 
 
 def test_the_default_scale_depends_on_the_head_width():
