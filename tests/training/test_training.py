@@ -34,8 +34,12 @@ def test_gradient_accumulation_matches_the_whole_batch(run_of, attention):
         for _ in range(3):
             take_step(run)
         ends.append((weights(run), run.meter.loss_sum / 3 / 512, run.meter.grad_norm))
-    for other in ends[1:]:
-        close(ends[0], other, rtol=1e-4, atol=1e-5)
+    expected, *expected_sums = ends[0]
+    for found, *sums in ends[1:]:
+        close(sums, expected_sums, rtol=1e-4, atol=1e-5)
+        # AdamW turns the rounding error of a tiny gradient into a large one of a single weight.
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() <= 1e-3 * weight.norm(), name
 
 
 def test_clipping_bounds_the_gradient(run_of):
