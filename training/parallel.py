@@ -16,8 +16,9 @@ from run.sharding import shard_like
 from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 
-# DDP sends gradients in buckets of this size. torch.compile makes one graph per bucket: with
-# torch's default of 25 MiB, 90 graphs for the model of 1 billion parameters.
+# DDP sends gradients in buckets of this size. On a GPU, torch.compile splits the step into about
+# one graph per bucket: with torch's default of 25 MiB, 90 graphs for `model=1b`. Up to 26 million
+# parameters fit in one bucket, which is sent only after the backward pass.
 BUCKET_MIB = 100
 
 
@@ -103,8 +104,8 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
 def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
     """Let torch.compile compile the training step when it first runs."""
     # FSDP gathers weights before each block, so blocks and loss are compiled separately. On a CPU,
-    # this saves a third of the compile time, because most blocks share their code; but the blocks
-    # of a teacher would not be compiled.
+    # separate compilation takes a third less time, because most blocks share their code. With
+    # distillation, however, the blocks of the teacher would not be compiled.
     modules = [loss_module]
     if settings.sharded or (ranks.device.type == "cpu" and settings.distill is None):
         modules = [*loss_module.model.blocks, loss_module.head_loss]

@@ -32,8 +32,8 @@ MAX_SMALL_WIDTH = 128
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps rows aligned
 BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them within fp16's range
-# Up to this many tokens, compiled `blockwise_attention` replaces the fused kernel on a CPU in half
-# precision, because it is faster there (not in fp32). For longer texts, the T^2 exponentials that it
+# Up to this many tokens, compiled `blockwise_attention` replaces the fused kernel on a CPU in bf16,
+# because it is faster there (in fp32, it is not). For longer texts, the T^2 exponentials that it
 # saves per head take too much memory.
 MAX_COMPILED_TOKENS = 2048
 
@@ -406,13 +406,12 @@ class AttentionKernel(nn.Module):
             return y.transpose(1, 2)
 
         # The fused kernel supports no soft-cap, bias or sink. Blockwise attention, if compiled, is
-        # also faster in two cases: short causal sequences on a CPU in half precision, and a single
-        # query, which needs no matrix product. On a GPU a single query then reads the cache in
-        # place; given a mask and grouped heads, the fused kernel may copy the cache for every query
-        # head.
-        is_half_on_cpu = q.device.type == "cpu" and v.dtype != torch.float32
+        # also faster in two cases: short causal sequences on a CPU in bf16, and a single query,
+        # which needs no matrix product. On a GPU a single query then reads the cache in place;
+        # given a mask and grouped heads, the fused kernel may copy the cache for every query head.
+        is_bf16_on_cpu = q.device.type == "cpu" and v.dtype == torch.bfloat16
         is_short = mask is None and length <= MAX_COMPILED_TOKENS
-        prefers_blocks = is_compiling and (length == 1 or (is_half_on_cpu and is_short))
+        prefers_blocks = is_compiling and (length == 1 or (is_bf16_on_cpu and is_short))
         if is_fusable and not prefers_blocks:
             y = fused_attention_kernel(q, k, v, mask, options)
         else:

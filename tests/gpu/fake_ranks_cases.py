@@ -147,7 +147,7 @@ def drawn_gradients(
 def test_compiled_ranks_compute_the_same_gradients_as_eager_ranks(
     monkeypatch, variant, sharded, num_graphs
 ):
-    """DDPOptimizer splits the loss at buckets; with FSDP, blocks and loss are compiled separately."""
+    """DDPOptimizer splits the loss at buckets; FSDP's blocks and loss are compiled separately."""
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**16)
     words = (f"attention={variant}", "model.depth=3", "data.vocab_size=128", "context=64")
     settings = settings_of("model=tiny", *words, f"sharded={sharded}")

@@ -89,7 +89,7 @@ def test_compiled_code_has_at_most_eight_query_blocks(
     ("length", "dtype", "is_fused"),
     [(2048, torch.bfloat16, False), (2049, torch.bfloat16, True), (256, torch.float32, True)],
 )
-def test_compiled_cpu_training_uses_query_blocks_in_half_precision_up_to_2048_tokens(
+def test_compiled_cpu_training_uses_query_blocks_in_bf16_up_to_2048_tokens(
     length, dtype, is_fused, monkeypatch
 ):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -99,7 +99,10 @@ def test_compiled_cpu_training_uses_query_blocks_in_half_precision_up_to_2048_to
     assert ("aten::exp" not in operations.names) == is_fused
     q, k, v = by_tokens(q, k, v)
     expected = scaled_dot_product_attention(q, k, v, is_causal=True)
-    close(y.transpose(1, 2), expected, rtol=0, atol=0.02)
+    tolerances = {}
+    if dtype == torch.bfloat16:
+        tolerances = {"rtol": 0, "atol": 0.02}  # an output of about 4 has a rounding step of 0.016
+    close(y.transpose(1, 2), expected, **tolerances)
 
 
 def test_the_default_scale_depends_on_the_head_width():

@@ -81,6 +81,20 @@ def test_one_seed_per_size_gives_no_trend():
     assert all(math.isnan(trend.low) for trend in trends.values())
 
 
+def test_the_spread_of_another_variant_may_widen_the_interval():
+    """Variances of a, b and base are pooled, and the interval is for two variants."""
+    draw = np.random.default_rng(6)
+    rungs = simulate(draw, (5, 5, 5, 5), [0.01] * 4, variants="ab", wide="b")[:2]
+    trend = judge_trends(rungs, "base")["a"]
+    parts = []
+    for rung in rungs:
+        pooled = np.mean([np.var(values, ddof=1) for values in rung.samples.values()])
+        parts.append(pooled * 2 / 5 / math.log10(4) ** 2)
+    freedom = sum(parts) ** 2 / sum(part**2 / 12 for part in parts)
+    half = math.sqrt(sum(parts)) * stats.t.ppf(1 - 0.05 / 4, freedom)
+    assert (trend.high - trend.low) / 2 == pytest.approx(half)
+
+
 def test_one_seed_at_a_single_size_gives_no_trend():
     rungs = simulate(np.random.default_rng(5), (4, 4, 4, 2), [0.01] * 4)
     rungs[-1].samples["a"] = rungs[-1].samples["a"][:1]
@@ -124,9 +138,9 @@ def test_a_report_on_several_sizes_describes_the_trend(tmp_path):
     "spreads", [(0.01, 0.01, 0.01, 0.01), (0.02, 0.01, 0.005, 0.0025), (0.003, 0.006, 0.009, 0.012)]
 )
 def test_equal_variants_rarely_show_a_trend(spreads, wide):
-    """At most 5 % of 500 tables have a trend, also if one variant's spread is three times as large.
+    """At most 5 % of 500 tables with equal variants have a trend.
 
-    In the second case, the limit includes the sampling error.
+    If one variant's spread is three times as large, the limit is 5 % plus the sampling error.
     """
     draw = np.random.default_rng(4)
     false = 0

@@ -53,8 +53,9 @@ class Trend(NamedTuple):
     """How a variant's difference from the baseline changes with the training compute.
 
     `slope` is the change in the difference when compute grows tenfold; `low` and `high` are the
-    bounds of its interval. With a probability of 95%, the intervals of all variants contain the
-    true slopes. The bounds are NaN if a size has a single seed of the variant or the baseline.
+    bounds of its interval. With a probability of at least 95%, the intervals of all variants
+    contain the true slopes. The bounds are NaN if, at any size, the variant or the baseline has no
+    spread, such as a single seed.
     """
 
     slope: float
@@ -230,10 +231,10 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
     The slope of a line fitted to the differences, over the logarithm of the compute, is a weighted
     sum of means, so its standard error follows from the spread across seeds. The interval is the
     wider of two: one from the variances of the variant and the baseline alone, and one from
-    variances that are pooled over all variants of the same size. The first is too narrow with few
-    seeds, and the second if variances differ. Without a second seed of the variant and of the
-    baseline at each size, the interval is NaN. The degrees of freedom follow Satterthwaite,
-    Biometrics Bulletin 2 (1946), and Bonferroni's correction accounts for the number of variants.
+    variances that are pooled over all variants of the same size. The first can be too narrow with
+    few seeds, and the second if variances differ. The bounds are NaN if, at any size, the variant
+    or the baseline has no spread. The degrees of freedom follow Satterthwaite, Biometrics Bulletin
+    2 (1946), and Bonferroni's correction accounts for the number of variants.
     """
     logs = np.log10([rung.flops for rung in rungs])
     deviations = logs - logs.mean()
@@ -259,9 +260,9 @@ def judge_trends(rungs: list[Rung], baseline: str) -> dict[str, Trend]:
 
 
 def variances(pair: list[list[float]]) -> list[tuple[float, int]]:
-    """Return the variance of each sample's mean with its degrees of freedom.
+    """Return the variance of each sample's mean, with its degrees of freedom.
 
-    A variance is NaN if it cannot be estimated.
+    Returns a single NaN if either sample has no spread.
     """
     if not all(map(has_spread, pair)):
         return [(math.nan, 1)]
@@ -269,9 +270,9 @@ def variances(pair: list[list[float]]) -> list[tuple[float, int]]:
 
 
 def pooled_variance(pair: list[list[float]], samples: Samples) -> tuple[float, int]:
-    """Return the variance of the difference of the pair's means with its degrees of freedom.
+    """Return the variance of the difference of the pair's means, with its degrees of freedom.
 
-    All samples are assumed to have the same variance. It is NaN if it cannot be estimated.
+    All variants are assumed to have the same variance. The result is NaN if no sample has a spread.
     """
     known = [values for values in samples.values() if has_spread(values)]
     if not known:
