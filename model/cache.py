@@ -20,10 +20,11 @@ class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
     `features`: data stored for each token in reach, such as keys and values, by name. A feature of
-    shape (K, D) has a tensor (B, size, K, D), in which position p has slot p % size. `size` is the
-    smallest of capacity, window and chunk. If `size` is below the capacity, the cache is a ring;
-    otherwise every position has its own slot, and a row must not outgrow the capacity.
-    `scales`: in an int8 cache, an fp16 scale (B, size, K, 1) for each feature vector. A feature
+    shape (K, D) has a tensor (B, size + 1, K, D), in which position p has slot p % size; the last
+    slot is never used. `size` is the smallest of capacity, window and chunk. If `size` is below the
+    capacity, the cache is a ring; otherwise every position has its own slot, and a row must not
+    outgrow the capacity.
+    `scales`: in an int8 cache, an fp16 scale (B, size + 1, K, 1) for each feature vector. A feature
     with D = 1 stays in fp32.
     `states`: tensors (B, ...), by name, whose size does not depend on the row's length. They are in
     fp32 or wider; the states in `narrow_states` have the cache's dtype (bf16 for int8). The layer
@@ -54,11 +55,9 @@ class LayerCache:
         self.scales: dict[str, Tensor] = {}
 
         def new_slots(shape: Shape, dtype: torch.dtype) -> Tensor:
-            # One extra slot is never used. It makes every view of the first slots non-contiguous
-            # across rows, so code compiled for a dynamic number of slots is also valid for the full
-            # size.
-            slots = torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
-            return slots[:, : self.size]
+            # With the unused slot, a view of the first n slots is never contiguous across rows.
+            # Otherwise torch.compile, when n is dynamic, would compile another graph for n = size.
+            return torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
 
         for name, shape in features.items():
             feature_dtype = wide_dtype if shape[-1] == 1 else dtype
@@ -77,6 +76,12 @@ class LayerCache:
     def buffers(self) -> list[Tensor]:
         """All of the layer's tensors (B, ...)."""
         return [*self.features.values(), *self.scales.values(), *self.states.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all slots and states, without the unused slots."""
+        slots = [x[:, : self.size] for x in (*self.features.values(), *self.scales.values())]
+        return sum(x.nbytes for x in (*slots, *self.states.values()))
 
     def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], Visibility]:
         """Store the new tokens' features (B, T, ...), passed by name.
@@ -123,8 +128,6 @@ class LayerCache:
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
         view = copy(self)
-        view.features = {name: x[:, :count] for name, x in self.features.items()}
-        view.scales = {name: x[:, :count] for name, x in self.scales.items()}
         view.size = count
         view.is_ring = False
         return view
@@ -141,8 +144,9 @@ class LayerCache:
         """Return the stored features, in the dtypes of the new features."""
         features = {}
         for name, x in self.features.items():
+            x = x[:, : self.size]
             if name in self.scales:
-                x = x * self.scales[name]
+                x = x * self.scales[name][:, : self.size]
             features[name] = x.type_as(new[name])
         return features
 
@@ -185,7 +189,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(layer.nbytes for layer in self.layers)
 
     def rows(self, rows: slice) -> "Cache":
         """Return a view of some rows; writes to the view change this cache."""

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -24,6 +24,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import compile_fx
+from torch._inductor.virtualized import V
 
 from data.corpus import Corpus
 from data.loader import Loader
@@ -199,7 +202,22 @@ def continued(
     return [*drawn.values()]
 
 
-def compile_without_inductor(monkeypatch, backend: str = "aot_eager") -> None:
+def inductor_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_) -> Callable:
+    """A backend that applies Inductor's passes and runs the graph without code generation.
+
+    Unlike AOTAutograd alone, the passes may compare a dynamic size with a constant. Then the graph
+    does not support the sizes that compare differently.
+    """
+
+    def apply_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_) -> Callable:
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            compile_fx._recursive_post_grad_passes(graph, is_inference=True)
+        return graph.forward
+
+    return compile_fx.compile_fx(graph, inputs, inner_compile=apply_passes)
+
+
+def compile_without_inductor(monkeypatch, backend: str | Callable = "aot_eager") -> None:
     """Make torch.compile capture full graphs and run them without code generation."""
     compile_with = torch.compile
 

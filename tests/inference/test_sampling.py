@@ -12,7 +12,14 @@ from inference.engine import Engine
 from inference.prompts import new_sequences
 from inference.sampling import exponential_noise, sample
 from run.instantiate import instantiate
-from tests.conftest import compile_without_inductor, continued, greedy, redraw, tree_of
+from tests.conftest import (
+    compile_without_inductor,
+    continued,
+    greedy,
+    inductor_passes,
+    redraw,
+    tree_of,
+)
 from tests.inference.recorded_graph import recorded_graphs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
@@ -216,7 +223,7 @@ def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
 @pytest.mark.parametrize("capacity", [8, 200, 300])
 def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
     """Tests capacities below and above the number of slots that are read at a time."""
-    compile_without_inductor(monkeypatch)
+    compile_without_inductor(monkeypatch, inductor_passes)
     torch._dynamo.reset()
     model = redraw(instantiate(tree_of("gqa", f"context={capacity}"))).double()
     texts = []

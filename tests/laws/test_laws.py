@@ -28,6 +28,7 @@ from tests.conftest import (
     close,
     compile_without_inductor,
     continued,
+    inductor_passes,
     poisoned_memory,
 )
 from tests.inference.recorded_graph import recorded_graphs
@@ -183,7 +184,7 @@ def num_graphs(model) -> int:
 def test_a_decode_step_compiles_once(model, backend, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
-    compile_without_inductor(monkeypatch, backend)
+    compile_without_inductor(monkeypatch, inductor_passes if backend == "aot_eager" else backend)
     compiled = continued(model, PROMPTS, 20, rows=3, compiled=True)
     assert counters["stats"]["unique_graphs"] == num_graphs(model)
     assert compiled == continued(model, PROMPTS, 20)  # beyond the context
