@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,7 +94,9 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         errors.flush(sys.stdout)  # the reader of the help text may have exited
-        super().exit(status, message)
+        with suppress(OSError):  # standard error may be full, and 3.11.2 does not handle that
+            super().exit(status, message)
+        raise SystemExit(status)
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
         fix = fix or f"{self.prog} --help; {self.hint}"

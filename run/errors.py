@@ -265,12 +265,13 @@ def report_errors() -> Iterator[None]:
         exit_with(INTERRUPTED, "interrupted. fix: run the command again")
     except OSError as error:
         if is_end_of_reader(error):
-            flush(sys.stdout)
             raise SystemExit(0) from None
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output or an output file"
         exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
     finally:
-        with suppress(OSError):
-            flush(sys.stderr)
+        # After a failed write, discard what is left in the buffers.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                flush(stream)

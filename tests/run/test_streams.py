@@ -66,8 +66,10 @@ def test_reading_only_the_first_line_of_a_table_is_not_an_error():
     assert b"rror" not in told.stderr
 
 
-def test_writing_standard_output_to_a_full_disk_is_a_storage_error(generate):
-    told = bash(f"{generate} Ann > /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_writing_standard_output_to_a_full_disk_is_a_storage_error(generate, unbuffered):
+    """Without buffering, the first write fails; otherwise a flush fails, and keeps the text."""
+    told = bash(f"PYTHONUNBUFFERED={unbuffered} {generate} Ann > /dev/full")
     assert told.returncode == 74
     assert b"No space left on device (standard output or an output file" in told.stderr
     assert told.stderr.endswith(b"). fix: free disk space, or write elsewhere\n")
