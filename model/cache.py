@@ -20,12 +20,12 @@ class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
     `features`: data stored for each token in reach, such as keys and values, by name. A feature of
-    shape (K, D) has a tensor (B, size + 1, K, D), in which position p has slot p % size; the last
-    slot is never used. `size` is the smallest of capacity, window and chunk. If `size` is below the
-    capacity, the cache is a ring; otherwise every position has its own slot, and a row must not
-    outgrow the capacity.
-    `scales`: in an int8 cache, an fp16 scale (B, size + 1, K, 1) for each feature vector. A feature
-    with D = 1 stays in fp32.
+    shape (K, D) has a tensor (B, S, K, D), in which position p has slot p % size. The slots from
+    `size` to S are never used: one slot, or more in a truncated view. `size` is the smallest of
+    capacity, window and chunk. If `size` is below the capacity, the cache is a ring; otherwise
+    every position has its own slot, and a row must not outgrow the capacity.
+    `scales`: in an int8 cache, an fp16 scale (B, S, K, 1) for each feature vector. A feature with
+    D = 1 stays in fp32.
     `states`: tensors (B, ...), by name, whose size does not depend on the row's length. They are in
     fp32 or wider; the states in `narrow_states` have the cache's dtype (bf16 for int8). The layer
     writes to them in place.
@@ -55,8 +55,9 @@ class LayerCache:
         self.scales: dict[str, Tensor] = {}
 
         def new_slots(shape: Shape, dtype: torch.dtype) -> Tensor:
-            # With the unused slot, a view of the first n slots is never contiguous across rows.
-            # Otherwise torch.compile, when n is dynamic, would compile another graph for n = size.
+            # With the unused slot, a view of the first n slots is not contiguous if there are
+            # several rows, even for n = size. Otherwise, Inductor would specialize a dynamic n to
+            # size, and compiling would fail.
             return torch.zeros(batch, self.size + 1, *shape, dtype=dtype, device=device)
 
         for name, shape in features.items():
@@ -79,7 +80,7 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """The size of all slots and states, without the unused slots."""
+        """The bytes of the states and of the first `size` slots, filled or not."""
         slots = [x[:, : self.size] for x in (*self.features.values(), *self.scales.values())]
         return sum(x.nbytes for x in (*slots, *self.states.values()))
 
@@ -123,7 +124,7 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def truncated(self, count: int) -> "LayerCache":
-        """Return a view with only the slots that rows of up to `count` tokens use."""
+        """Return a view that uses only the first `count` slots; it shares the tensors."""
         # Do not compare with ==, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self
@@ -197,7 +198,7 @@ class Cache:
         return Cache(self.lengths[rows], layers, self.capacity)
 
     def truncated(self, count: int) -> "Cache":
-        """Return a view with only the slots that rows of up to `count` tokens use."""
+        """Return a view that uses only the slots that rows of up to `count` tokens need."""
         layers = [layer.truncated(count) for layer in self.layers]
         return Cache(self.lengths, layers, min(count, self.capacity))
 

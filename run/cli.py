@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         errors.flush(sys.stdout)  # the reader of the help text may have exited
-        with suppress(OSError):  # standard error may be full, and 3.11.2 does not handle that
+        with suppress(OSError):  # of a full standard error, which Python 3.11.2 does not ignore
             super().exit(status, message)
         raise SystemExit(status)
 

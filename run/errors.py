@@ -85,8 +85,9 @@ def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoRetur
             with suppress(OSError):  # standard error may be closed
                 start_line()
                 print("error:", line, file=sys.stderr)
-    with suppress(OSError):
-        flush(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            flush(stream)
     raise SystemExit(code)
 
 
@@ -96,7 +97,7 @@ def flush(stream: IO | None) -> None:
     If the buffer were kept, Python would flush again at exit, and change the exit code. If flushing
     fails, raises OSError unless the reader, such as `head`, has exited.
     """
-    if stream is None:
+    if stream is None or stream.closed:
         return
     try:
         stream.flush()
@@ -265,13 +266,12 @@ def report_errors() -> Iterator[None]:
         exit_with(INTERRUPTED, "interrupted. fix: run the command again")
     except OSError as error:
         if is_end_of_reader(error):
+            flush(sys.stdout)
             raise SystemExit(0) from None
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output or an output file"
         exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
     finally:
-        # After a failed write, discard what is left in the buffers.
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                flush(stream)
+        with suppress(OSError):
+            flush(sys.stderr)

@@ -24,9 +24,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.utils import detect_fake_mode
-from torch._inductor import compile_fx
-from torch._inductor.virtualized import V
 
 from data.corpus import Corpus
 from data.loader import Loader
@@ -208,6 +205,10 @@ def inductor_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_
     Unlike AOTAutograd alone, the passes may compare a dynamic size with a constant. Then the graph
     does not support the sizes that compare differently.
     """
+    # Imported here, because importing torch._dynamo sets TORCHINDUCTOR_CACHE_DIR if it is not set.
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
 
     def apply_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_) -> Callable:
         with V.set_fake_mode(detect_fake_mode(inputs)):

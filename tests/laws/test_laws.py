@@ -38,6 +38,8 @@ from train import take_step
 def compiled_cases() -> list[tuple[str, str]]:
     """Pairs of variant and backend: AOTAutograd for each class's first preset and tied weights.
 
+    Decoding also applies Inductor's passes to these cases.
+
     Other presets only change the arguments of a class, so their graphs run as captured by Dynamo.
     This detects graph breaks in a third of the time. Equal layers compile to equal graphs, so a
     model has one layer of each kind. Its context is short, so that texts soon exceed it.
