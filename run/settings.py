@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -669,6 +670,7 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
             yield f"{path}{key}", value
 
 
+@cache
 def defaults() -> dict[str, str]:
     """Return the keys and groups of configs/train.yaml, with values as the user types them."""
     tree = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
