@@ -141,9 +141,7 @@ def drawn_gradients(
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
-@pytest.mark.parametrize(
-    ("sharded", "num_graphs"), [("false", range(3, 99)), ("true", (3,))]
-)
+@pytest.mark.parametrize(("sharded", "num_graphs"), [("false", range(3, 99)), ("true", (3,))])
 def test_compiled_ranks_compute_the_same_gradients_as_eager_ranks(
     monkeypatch, variant, sharded, num_graphs
 ):
