@@ -10,6 +10,7 @@ Requires a CUDA build of torch with its Triton; see docs/gpu.md.
 import argparse
 import copy
 import json
+import math
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -94,6 +95,9 @@ TRITON_LAUNCH = r"\w+\.run\("
 LIBRARY_CALL = r"extern_kernels\."
 LAUNCH = re.compile(rf"{TRITON_LAUNCH}|{LIBRARY_CALL}|torch\.ops\.aten\.")
 
+# The shape and the dtype of a buffer that generated code allocates.
+ALLOCATION = re.compile(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
+
 TRIGONOMETRIC = re.compile(r"\b(cos|sin)\(")
 
 
@@ -145,6 +149,15 @@ class Lowering:
     def count(self, call: str) -> int:
         """The number of matches of a call pattern in the generated code."""
         return sum(len(re.findall(call, graph.code)) for graph in self.graphs)
+
+    def allocated_bytes(self) -> int:
+        """The size of all buffers that the generated code allocates, outputs included."""
+        total = 0
+        for graph in self.graphs:
+            for shape, dtype in ALLOCATION.findall(graph.code):
+                sizes = [int(size) for size in shape.split(",") if size.strip()]
+                total += math.prod(sizes) * getattr(torch, dtype).itemsize
+        return total
 
 
 @contextmanager
@@ -423,9 +436,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("step", choices=["training", "decoding"])
     parser.add_argument("--gpu", choices=GPUS, default="sm_90")
-    parser.add_argument("overrides", nargs="*", help="of the config, as for train.py")
+    parser.add_argument(
+        "overrides", nargs="*", help="of the config, as for train.py; micro_batch defaults to 8"
+    )
     args = parser.parse_args()
-    settings = settings_of("device=cpu", *args.overrides)
+    settings = settings_of("device=cpu", "micro_batch=8", *args.overrides)
     gpu = GPUS[args.gpu]
     if args.step == "training":
         lowering = lower_training(settings, gpu, PRECISIONS[settings.precision])
@@ -440,6 +455,7 @@ def main() -> None:
         "kernels": len(lowering.kernels),
         "triton_launches": lowering.count(TRITON_LAUNCH),
         "library_calls": lowering.count(LIBRARY_CALL),
+        "allocated_bytes": lowering.allocated_bytes(),
         "flash_attention": lowering.count(FLASH_ATTENTION),
         "atomic_flex_attention": lowering.count_atomic_flex_attention(),
         "trigonometric": lowering.count_trigonometric(),

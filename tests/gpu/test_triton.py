@@ -62,7 +62,7 @@ def lower(step: str, case: str, gpu: str = "sm_90") -> dict:
     """Lower a step with every kind of layer, and check that each kernel fits on the GPU."""
     preset, *more = case.split()
     depth = whole_pattern(settings_of(f"attention={preset}"))
-    sizes = ("model=124m", f"model.depth={depth}", "context=1024", "micro_batch=8")
+    sizes = ("model=124m", f"model.depth={depth}", "context=1024")
     # Options come first: Python 3.11's argparse accepts no list of arguments after an option.
     options = ("--gpu", gpu)
     report = run("tests.gpu.lowering", *options, step, f"attention={preset}", *sizes, *more)
