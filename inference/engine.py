@@ -76,9 +76,11 @@ class Engine:
             # the two overlap; the event marks the end of this step. A row whose sequence has ended
             # or fills the cache may take one step too many. The cache entry and the sample of this
             # step do not matter, because such a row is prefilled before it is read.
-            host_tokens = self.state.tokens.to("cpu", non_blocking=True, copy=True)
+            # Other devices have no such event, so their copy waits.
+            is_cuda = self.state.tokens.is_cuda
+            host_tokens = self.state.tokens.to("cpu", non_blocking=is_cuda, copy=True)
             copied = None
-            if self.state.tokens.is_cuda:
+            if is_cuda:
                 copied = torch.cuda.current_stream().record_event()
             # `num_left` still includes the token being copied; if it is above 1, another follows.
             if self.cache is not None and any(s.num_left > 1 for s in active.values()):

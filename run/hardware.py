@@ -273,6 +273,7 @@ def peak_memory(device: torch.device) -> int:
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors to a device; to CUDA from pinned memory and without blocking."""
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         tensors = [x.pin_memory() for x in tensors]
-    return [x.to(device, non_blocking=True) for x in tensors]
+    return [x.to(device, non_blocking=is_cuda) for x in tensors]

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.batch import Sequence
 from inference.engine import Engine
@@ -295,3 +296,16 @@ def test_a_model_that_reads_values_on_the_host_is_not_captured(capsys):
     assert capsys.readouterr().err == f"note: decoding without a CUDA graph ({reason})\n"
     *_, sequence = engine.generate([Sequence([1, 2], 10)])
     assert len(sequence.tokens) == 12
+
+
+def test_only_copies_to_and_from_a_gpu_do_not_wait():
+    """On MPS, nothing would wait for a copy to the host before its values are read."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert not (kwargs or {}).get("non_blocking"), function
+            return function(*args, **(kwargs or {}))
+
+    model = redraw(instantiate(tree_of("gqa")))
+    with Copies():
+        continued(model, [[1, 2], [3]], 3, greedy)
