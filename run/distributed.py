@@ -80,11 +80,21 @@ class DistEnv:
 
 
 def init_distributed(device: torch.device) -> DistEnv:
-    """Join the process group that torchrun describes in the environment, if any; else run alone."""
+    """Join the process group that torchrun describes in the environment, if any; else run alone.
+
+    Raises ValueError if torchrun started more processes than this machine has GPUs.
+    """
     if "RANK" not in os.environ:
         return DistEnv(0, 1, device)
     backend = "gloo"
     if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_processes > num_gpus:
+            raise ValueError(
+                f"torchrun started {num_processes} processes, but this machine has {num_gpus} "
+                f"GPU(s). fix: torchrun --nproc_per_node={num_gpus}"
+            )
         backend = "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

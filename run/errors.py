@@ -71,13 +71,14 @@ def end_quietly(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def exit_with(code: int, *problems: object, rank0_only: bool = False) -> NoReturn:
+def exit_with(code: int, *problems: object, once_per_machine: bool = False) -> NoReturn:
     """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
 
-    Set `rank0_only` for problems that occur on every rank, so that only rank 0 prints them.
+    Set `once_per_machine` for problems that occur on every rank of a machine, so that only one of
+    them prints the lines.
     """
     assert code != 0
-    if not rank0_only or is_rank0():
+    if not once_per_machine or os.environ.get("LOCAL_RANK", "0") == "0":
         for problem in problems:
             line = " ".join(str(problem).split())
             if "fix: " not in line:
@@ -235,7 +236,7 @@ def user_input() -> Iterator[None]:
     try:
         yield
     except OverrideError as error:
-        exit_with(OVERRIDE, error, rank0_only=True)
+        exit_with(OVERRIDE, error, once_per_machine=True)
     except OSError as error:
         if error.errno in NO_ROOM or is_end_of_reader(error):
             raise
@@ -244,9 +245,9 @@ def user_input() -> Iterator[None]:
             is_remote = isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
             source = "the network" if is_remote else "the input files"
         problem = f"{error.strerror or error} ({source}). fix: check {source}"
-        exit_with(INPUT, problem, rank0_only=True)
+        exit_with(INPUT, problem, once_per_machine=True)
     except ValueError as error:
-        exit_with(INPUT, *str(error).splitlines(), rank0_only=True)
+        exit_with(INPUT, *str(error).splitlines(), once_per_machine=True)
 
 
 @contextmanager

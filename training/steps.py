@@ -41,5 +41,5 @@ def end_diverged(where: str, progress: Progress) -> NoReturn:
         errors.DIVERGED,
         f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32; "
         f"resume=true continues from step {progress.saved_step}",
-        rank0_only=True,
+        once_per_machine=True,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run import compilation, hardware, progress
+from run import compilation, distributed, errors, hardware, progress
 from tests.conftest import ROOT, TINY
 
 
@@ -97,6 +97,25 @@ def test_each_rank_checks_all_gpus_of_its_machine(v100, monkeypatch):
     assert hardware.pick_device("auto") == torch.device("cuda")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert hardware.pick_device("auto") == torch.device("cpu")
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 processes.*1 GPU.*fix: torchrun --nproc_per_node=1"):
+        distributed.init_distributed(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "is_said"), [(0, 0, True), (8, 0, True), (9, 1, False)]
+)
+def test_invalid_input_is_reported_once_per_machine(rank, local_rank, is_said, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(SystemExit), errors.user_input():
+        raise ValueError("no matching files. fix: check the path")
+    assert ("error: no matching files" in capsys.readouterr().err) == is_said
 
 
 def test_rocm_architectures_are_not_compared(v100, monkeypatch):
