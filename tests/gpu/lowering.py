@@ -346,6 +346,7 @@ def lower_training(settings: Settings, gpu: GPU, precision: torch.dtype) -> Lowe
     Raises Dynamo's error at a graph break.
     """
     bos = 1 if settings.document_mask else None
+    hardware.prepare_for_training(torch.device("cuda"))  # fp32 matrix products in TF32
     with lowering_for(gpu) as lowering:
         model = build_model(settings.model, "cuda", seed=None)
         if settings.activation_checkpointing:
