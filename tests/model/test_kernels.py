@@ -344,7 +344,7 @@ def test_splitting_a_bias_in_compiled_code_is_bit_exact():
 def test_gradients_of_compiled_flex_attention_match_eager_attention(window, softcap, has_sink):
     *_, visible, sink = kernel_inputs(window, has_sink)
     inputs = [random(2, heads, 9, 16).float().cuda().requires_grad_() for heads in (4, 2, 2)]
-    visible = Visibility(*(x if x is None else x.cuda() for x in visible))
+    visible = Visibility(*(x.cuda() if isinstance(x, Tensor) else x for x in visible))
     options = ScoreOptions(0.25, softcap)
     if sink is not None:
         options = options._replace(sink=sink.detach().float().cuda().requires_grad_())
