@@ -253,7 +253,7 @@ def fused_attention_kernel(
         # FlashAttention needs values of the same width as queries and keys.
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
-    elif q.is_cuda and not can_flash(q, mask):
+    elif q.is_cuda and not can_flash_attention(q, mask):
         # Without FlashAttention, grouped heads would run in a kernel that stores all scores.
         k = expand_heads(k, q)
         v = expand_heads(v, q)
@@ -270,17 +270,24 @@ def fused_attention_kernel(
     return y[..., :width]
 
 
-def can_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether FlashAttention supports these queries: fp16 or bf16, no mask, Ampere or newer."""
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return is_half and mask is None and torch.cuda.get_device_properties(q.device).major >= 8
+def can_flash_attention(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether FlashAttention supports these queries: fp16 or bf16, no mask, Ampere or newer.
 
-
-def can_flex_attention(q: Tensor, v: Tensor) -> bool:
-    """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
+    With little shared memory, its backward pass supports only some head widths above 192
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
     gpu = torch.cuda.get_device_properties(q.device)
-    is_narrow = max(q.shape[-1], v.shape[-1]) <= MAX_SMALL_WIDTH
-    return gpu.major >= 8 and (is_narrow or gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY)
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    is_large = gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY
+    max_width = 256 if is_large else 192
+    return is_half and mask is None and gpu.major >= 8 and q.shape[-1] <= max_width
+
+
+def can_flex_attention(width: int, device: torch.device) -> bool:
+    """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
+    gpu = torch.cuda.get_device_properties(device)
+    is_large = gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY
+    return gpu.major >= 8 and (width <= MAX_SMALL_WIDTH or is_large)
 
 
 def expand_heads(x: Tensor, q: Tensor) -> Tensor:
@@ -401,7 +408,10 @@ class AttentionKernel(nn.Module):
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         can_flex = can_flex and (token_bias is None or self.softcap is None)
-        if can_flex and not is_plain and can_flex_attention(q, v):
+        width = max(q.shape[-1], v.shape[-1])
+        if token_bias is not None:
+            width = max(q.shape[-1] + BIAS_COLUMNS, v.shape[-1])
+        if can_flex and not is_plain and can_flex_attention(width, q.device):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 

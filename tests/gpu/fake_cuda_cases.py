@@ -372,9 +372,10 @@ def test_compiled_layers_share_one_computation_of_cos_and_sin(gpu, run_of, graph
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, is_int8):
+@pytest.mark.parametrize("variant", ["gqa", "mla", "fox", "sliding_window", "gdn", "dsa"])
+def test_all_inputs_of_the_decode_graph_have_static_addresses(gpu, graphs, variant, is_int8):
     """Otherwise, the CUDA graph would copy weights or cache for every token."""
-    model = decoding_model("gqa", torch.bfloat16, int8=is_int8)
+    model = decoding_model(variant, torch.bfloat16, int8=is_int8)
     cache_dtype = torch.int8 if is_int8 else torch.bfloat16
     Engine(model, SAMPLER, model.new_cache(2, 16, cache_dtype, CUDA)).compile()
     (graph,) = graphs
@@ -435,6 +436,17 @@ def test_grouped_heads_are_expanded_without_flash_attention(
 
 
 @pytest.mark.parametrize(
+    ("gpu", "width", "is_supported"),
+    [(9, 256, True), (9, 264, False), (8, 192, True), (8, 200, False), (7, 64, False)],
+    indirect=["gpu"],
+)
+def test_flash_attention_is_not_expected_for_wide_heads(gpu, width, is_supported):
+    """Grouped heads would run in the kernel that materializes all scores."""
+    q = torch.zeros(1, 1, 1, width, dtype=torch.float16, device="cuda")
+    assert kernels.can_flash_attention(q, None) is is_supported
+
+
+@pytest.mark.parametrize(
     ("gpu", "dtype"), [(9, torch.bfloat16), (7, torch.float16)], indirect=["gpu"]
 )
 def test_training_and_its_optimizer_use_the_fastest_dtype_of_the_gpu(gpu, dtype):
@@ -456,6 +468,9 @@ def flex_attention_calls(graphs: list) -> list[torch.fx.Node]:
         (9, "fox", 0),
         (9, "fox document_mask=true", 1),
         (9, "mla document_mask=true", 1),
+        (8, "gqa document_mask=true model.heads=2 model.dim=256", 1),
+        (8, "fox document_mask=true model.heads=2 model.dim=240", 1),
+        (8, "fox document_mask=true model.heads=2 model.dim=256", 0),  # gates add 8 columns
         (7, "sink", 0),
     ],
     indirect=["gpu"],
@@ -496,8 +511,7 @@ def test_flex_attention_reads_positions_instead_of_a_mask(run_of, graphs, varian
 )
 def test_flex_attention_is_avoided_if_its_backward_exceeds_shared_memory(gpu, width, fits):
     """At a head width of 192, it needs 114,688 bytes of shared memory (pytorch/pytorch#198224)."""
-    q = torch.zeros(1, 1, 1, width, device="cuda")
-    assert kernels.can_flex_attention(q, q) is fits
+    assert kernels.can_flex_attention(width, CUDA) is fits
 
 
 # Fault injection: the checks above must fail if one line of code is replaced.

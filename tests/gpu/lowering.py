@@ -311,7 +311,7 @@ def fused_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention with the kernel that torch selects for the arguments.
 
-    FlashAttention requires Ampere and supports neither masks nor fp32, and the memory-efficient
+    FlashAttention requires Ampere and supports neither masks nor fp32 nor heads above 256, and the memory-efficient
     kernel does not support grouped queries. All other cases use matrix products and a softmax. The
     rules are from aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except for cuDNN, which
     torch may prefer for a major capability of 9 or 10.
@@ -320,6 +320,7 @@ def fused_attention(
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_ampere = torch.cuda.get_device_capability()[0] >= 8
     can_flash = is_ampere and is_half and attn_mask is None and q.shape[-1] % 8 == 0
+    can_flash = can_flash and q.shape[-1] <= 256
     if can_flash and torch.backends.cuda.flash_sdp_enabled():
         return aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
