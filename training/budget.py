@@ -193,6 +193,8 @@ class TimeBudget:
             self.first_step = step - 1 + UNTIMED_STEPS
             if compiles:
                 self.compile_seconds = step_seconds
+                # An evaluation before the first step did not compile, so its time does not count.
+                self.clock.pauses.pop("evaluation", None)
         if step < self.first_step:
             if step_seconds < duration or compiles:
                 return None, False

@@ -151,11 +151,16 @@ def test_the_fit_includes_the_first_save_of_a_large_model(run_of, monkeypatch):
     assert 0.8 < end < 1 and max(totals) < 6500
 
 
-def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_max_minutes(run_of, monkeypatch):
+@pytest.mark.parametrize("has_init_from", [False, True])
+def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_max_minutes(
+    run_of, monkeypatch, has_init_from
+):
     run = run_of(*WSD, "eval_every=100000")  # only at the end
+    if has_init_from:  # such a run evaluates before its first step, without compiling
+        run.clock.pauses["evaluation"] = 0.05
     run.budget.is_compiled = True
     run.budget.ranks = DistEnv(0, 1, torch.device("cuda"))
-    # The first step takes 100 seconds, and the first evaluation takes 50 more than the others.
-    pauses = [("evaluation", 100000, 50.05, 0.05)]
+    # The first step takes 100 seconds, and the evaluation takes 50 to compile.
+    pauses = [("evaluation", 100000, 50.05, 50.05)]
     end, *_ = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0 else 2000, pauses)
     assert 0.9 < end < 1
