@@ -230,21 +230,22 @@ class Engine:
         self.filled = self.cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        # If recording fails, `torch.cuda.graph` leaves its stream current; this context does not.
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
                 self.decode_step()
+            try:
+                with torch.cuda.graph(graph, stream=stream):
+                    self.decode_step()
+            except RuntimeError as error:
+                # The error of the step, if there is one, is the cause of the error of its recording.
+                cause = error.__context__ or error
+                message = str(cause) or type(cause).__name__
+                say(f"note: decoding without a CUDA graph ({message.splitlines()[0]})")
+            else:
+                self.graph = graph
         torch.cuda.current_stream().wait_stream(stream)
-
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                self.decode_step()
-        except RuntimeError as error:
-            message = str(error) or type(error).__name__
-            reason = message.splitlines()[0]
-            say(f"note: decoding without a CUDA graph ({reason})")
-        else:
-            self.graph = graph
         self.cache.reset()
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Emulate CUDA graphs on a CPU by recording operations and replaying them on the same tensors."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -49,15 +49,45 @@ def tensors_of(result: object) -> list[Tensor]:
     return [x for x in results if isinstance(x, Tensor)]
 
 
+class Streams:
+    """Replaces the current stream of torch.cuda, and the contexts that change it."""
+
+    def __init__(self):
+        self.current = mock.Mock()
+
+    @contextmanager
+    def stream(self, stream: mock.Mock) -> Iterator[None]:
+        previous = self.current
+        self.current = stream
+        try:
+            yield
+        finally:
+            self.current = previous
+
+    @contextmanager
+    def graph(self, graph: RecordedGraph, stream: mock.Mock) -> Iterator[None]:
+        """Record a graph; as in torch, an error causes a second one and leaves `stream` current."""
+        previous = self.current
+        self.current = stream
+        try:
+            with graph:
+                yield
+        except RuntimeError as error:
+            message = "CUDA error: operation failed due to a previous error during capture"
+            raise RuntimeError(message) from error
+        self.current = previous
+
+
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
     """Make torch.cuda record CPU operations as graphs."""
+    streams = Streams()
     replacements = {
         "CUDAGraph": RecordedGraph,
-        "graph": lambda graph, stream: graph,
+        "graph": streams.graph,
         "Stream": mock.Mock,
-        "stream": lambda _: nullcontext(),
-        "current_stream": mock.Mock,
+        "stream": streams.stream,
+        "current_stream": lambda: streams.current,
     }
     with ExitStack() as stack:
         for name, replacement in replacements.items():

@@ -290,7 +290,9 @@ def test_a_model_that_reads_values_on_the_host_is_not_captured(capsys):
     engine = engine_of_two_rows()
     engine.model.embed.register_forward_hook(lambda *about: about[-1] * about[-1].max().item())
     with recorded_graphs():
+        stream = torch.cuda.current_stream()
         engine.capture()
+        assert torch.cuda.current_stream() is stream
     assert engine.graph is None and not engine.cache.lengths.any()
     reason = "CUDA error: operation not permitted when stream is capturing"
     assert capsys.readouterr().err == f"note: decoding without a CUDA graph ({reason})\n"
