@@ -82,10 +82,15 @@ class DistEnv:
 def init_distributed(device: torch.device) -> DistEnv:
     """Join the process group that torchrun describes in the environment, if any; else run alone.
 
-    Raises ValueError if torchrun started more processes than this machine has GPUs.
+    Raises ValueError if torchrun started more processes than this machine has GPUs, or if the
+    device is MPS, which torch.distributed does not support.
     """
     if "RANK" not in os.environ:
         return DistEnv(0, 1, device)
+    if device.type == "mps":
+        raise ValueError(
+            "torchrun cannot train on MPS. fix: run train.py without torchrun, or use device=cpu"
+        )
     backend = "gloo"
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()

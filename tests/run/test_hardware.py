@@ -107,6 +107,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         distributed.init_distributed(torch.device("cuda"))
 
 
+def test_ranks_on_mps_are_refused(monkeypatch):
+    assert distributed.init_distributed(torch.device("mps")).world_size == 1
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"MPS.*fix: run train.py without torchrun"):
+        distributed.init_distributed(torch.device("mps"))
+
+
 @pytest.mark.parametrize(
     ("rank", "local_rank", "is_said"), [(0, 0, True), (8, 0, True), (9, 1, False)]
 )
