@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from run.progress import warn_once
 
@@ -184,6 +185,15 @@ def describe_products(device: torch.device, dtype: torch.dtype) -> str:
     """The dtype of matrix products in training, such as torch.bfloat16; on a GPU, fp32 is TF32."""
     is_tf32 = dtype == torch.float32 and device.type == "cuda" and multiplies_bf16(device)
     return f"{dtype} with products in TF32" if is_tf32 else str(dtype)
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that torch chooses to train causal attention with heads of width 64.
+
+    It is one of the names in torch.nn.attention.SDPBackend, such as CUDNN_ATTENTION.
+    """
+    q = torch.zeros(1, 8, 1024, 64, device=device, dtype=dtype, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
 
 
 def keep_freed_memory(device: torch.device) -> None:

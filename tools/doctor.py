@@ -44,6 +44,9 @@ def describe_machine(device: torch.device) -> None:
         f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, "
         "such as the default run)"
     )
+    if device.type != "mps":
+        kernel = hardware.attention_kernel(device, precision)
+        print(f"attention: {kernel} (causal, heads of width 64)")
 
 
 def slow(device: torch.device) -> list[str]:
