@@ -223,6 +223,7 @@ def fake_cuda(major: int = 9) -> Iterator[FakeGPU]:
 def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
     """Replacements for functions of torch.cuda. Synchronizing an event is counted as a wait."""
     names = {7: "Tesla T4", 8: "NVIDIA GeForce RTX 4090", 9: "NVIDIA H100 80GB HBM3"}
+    minor = {7: 5, 8: 9, 9: 0}[major]
     shared_memory = {7: 64, 8: 99, 9: 227}[major] * 1024  # bytes per block
 
     class Event:
@@ -254,7 +255,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         "cuda.is_available": True,
         "cuda.is_bf16_supported": major >= 8,
         "cuda.get_device_properties": SimpleNamespace(
-            major=major, minor=0, shared_memory_per_block_optin=shared_memory
+            major=major, minor=minor, shared_memory_per_block_optin=shared_memory
         ),
         "cuda.device_count": 1,
         "cuda.current_device": 0,

@@ -15,7 +15,7 @@ from run.settings import Settings
 from run.sharding import full_tensor, shard_like
 from tests.conftest import redraw, settings_of
 from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, process_group, simulate
-from training.parallel import build_parallel, compile_model
+from training.parallel import BUCKET_MIB, build_parallel, compile_model
 
 DEPTH = 2
 SMALL = (
@@ -129,7 +129,8 @@ def drawn_gradients(
         # As on a GPU: the whole loss is one graph, which DDP splits at its buckets.
         compile_model(loss_module, settings, replace(ranks, device=torch.device("cuda")))
         if not settings.sharded:
-            parallel.bucket_bytes_cap = 2**16
+            assert parallel.bucket_bytes_cap == BUCKET_MIB * 2**20
+            parallel.bucket_bytes_cap = 2**16  # several graphs, even for this small model
     tokens = torch.randint(1, 128, (2, 65), generator=torch.Generator().manual_seed(1))
     tokens[:, 20] = 0
     objective, _ = parallel(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
