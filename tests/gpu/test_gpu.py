@@ -1,8 +1,8 @@
 """Acceptance tests for a GPU: pytest -m gpu.
 
-They take about fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10), mostly for
-compilation. ATTEND_TEST_GPU=cpu runs the tests on a CPU, with short contexts and a torch.compile
-backend that generates no code.
+They take an estimated fifteen minutes on one H200 with ten processes (-n 10 --maxprocesses 10),
+mostly for compilation. ATTEND_TEST_GPU=cpu runs the tests on a CPU, with short contexts and a
+torch.compile backend that generates no code.
 """
 
 import json
