@@ -65,6 +65,7 @@ def cpu_time() -> CpuTime:
 
 
 STARTED = cpu_time()
+has_considered_load = False  # by `choose_threads`
 
 
 def other_load(start: CpuTime) -> float:
@@ -148,17 +149,23 @@ def free_threads(threads: int) -> tuple[int, str]:
 
 
 def choose_threads(kept: int | None = None) -> str:
-    """Set the number of torch's threads, once. Return the reason if it is not the default.
+    """Set the number of torch's threads. Return the reason if it changes.
 
     `kept` is the number of threads of a resumed run, which determines how sums are rounded.
-    OMP_NUM_THREADS, which torchrun also sets, takes precedence.
+    Otherwise, the load of the machine determines the number, but only at the first call: a later
+    call would find fewer threads than torch's default. OMP_NUM_THREADS, which torchrun also sets,
+    takes precedence.
     """
     import torch  # after `bound_spinning`
 
+    global has_considered_load
     if "OMP_NUM_THREADS" in os.environ:
         return ""
     available = torch.get_num_threads()
     if kept is None:
+        if has_considered_load:
+            return ""
+        has_considered_load = True
         threads, reason = free_threads(available)
         fix = f"OMP_NUM_THREADS={available} uses all"
     else:

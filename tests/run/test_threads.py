@@ -66,6 +66,15 @@ def test_load_never_reduces_threads_below_half(cores, available, load, expected)
     assert (line == "all") == (expected == available)
 
 
+def test_the_load_reduces_the_threads_only_once():
+    """Otherwise, each model that is loaded would use fewer threads than the one before."""
+    busy = f"{loaded(16, 15.9)}; threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
+    first = (
+        "import torch; torch.set_num_threads(16); assert '8 threads' in threads.choose_threads()"
+    )
+    assert choose(8, prepare=f"{busy}; {first}")[:2] == ("all", 8)
+
+
 def test_a_burst_of_load_at_startup_is_ignored():
     loads = "loads = [2.0, 0.1]; threads.other_load = lambda start: loads.pop(0)"
     quiet = "threads.BURST_SECONDS = 0; threads.cpu_quota = lambda: None"
