@@ -1,7 +1,9 @@
 """Batches are a pure function of (seed, step), so a run can resume from its step number alone."""
 
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from math import isqrt
 from typing import NamedTuple
 
@@ -34,12 +36,15 @@ class Loader:
 
     def __init__(self, shards: list[np.ndarray], context: int, batch_size: int, seed: int):
         assert all(shard.ndim == 1 for shard in shards)
-        self.shards = shards
+        # Slicing a memmap takes several times as long as slicing a plain array of the same memory.
+        self.shards = [np.asarray(shard) for shard in shards]
+        # The end of each shard in the concatenated text.
+        self.ends = list(accumulate(len(shard) for shard in shards))
         self.context = context
         self.batch_size = batch_size
         self.seed = seed
 
-        num_tokens = sum(len(shard) for shard in shards)
+        num_tokens = self.ends[-1]
         # The last target needs one more token, and the random offset takes up to one row.
         self.rows_per_epoch = (num_tokens - 1) // context - 1
         if self.rows_per_epoch < batch_size:
@@ -79,15 +84,17 @@ class Loader:
 
     def _row(self, start: int) -> np.ndarray:
         """Return the tokens (T + 1,) of a row, which may span several shards."""
-        # Measure start and end from the beginning of each shard in turn. A negative start lies in
-        # an earlier shard, and an end beyond the shard's length lies in a later shard.
-        end = start + self.context + 1
+        index = bisect_right(self.ends, start)  # of the shard that contains the first token
+        num_left = self.context + 1
         pieces = []
-        for shard in self.shards:
-            if end > 0:
-                pieces.append(shard[max(0, start) : end])
-            start -= len(shard)
-            end -= len(shard)
+        while num_left > 0:
+            shard = self.shards[index]
+            first = start - (self.ends[index] - len(shard))
+            piece = shard[first : first + num_left]
+            pieces.append(piece)
+            start += len(piece)
+            num_left -= len(piece)
+            index += 1
         return np.concatenate(pieces)
 
 
