@@ -5,9 +5,10 @@ most of it.
 """
 
 import hashlib
-import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from model.cache import quantize
 from model.layers import Linear
 from model.transformer import Transformer
+from run import hardware
 from run.cache_folder import writable_cache
-from run.hardware import processor_features
-from run.progress import say, waiting
+from run.progress import waiting, warn_once
 from run.sealed import sync
 
 MAX_FEW_TOKENS = 16  # up to this number, reading the weights takes longer than multiplying
@@ -38,26 +39,31 @@ FLAGS = [
 def load_matvec(folder: Path, compiler: str | None) -> bool:
     """Load the kernels, compiling them first if they are not in `folder`; return True on success.
 
-    If `folder` is not writable, the kernels are compiled into a different cache.
+    If `folder` is not writable, the kernels are compiled into a different cache. A library that
+    cannot be loaded, for example because it was only partly copied, is compiled again.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
 
     # Each combination of processor, torch version and source version has its own library.
-    identity = f"{torch.__version__} {processor_features()} {FLAGS}".encode() + SOURCE.read_bytes()
+    features = hardware.processor_features()
+    identity = f"{torch.__version__} {features} {FLAGS}".encode() + SOURCE.read_bytes()
     digest = hashlib.sha256(identity).hexdigest()
     library = folder / f"matvec-{digest[:16]}.so"
     if not library.exists():
         library = writable_cache(folder) / library.name
     try:
-        if not library.exists():
+        if library.exists():
+            with suppress(OSError):
+                torch.ops.load_library(library)
+        if not hasattr(torch.ops.attend, "matvec"):
             if compiler is None:
-                return False
+                raise OSError("no C++ compiler. fix: install g++, or set CXX")
             with waiting(f"compiling {SOURCE.name} (only once)"):
                 compile_matvec(library, compiler)
-        torch.ops.load_library(library)
+            torch.ops.load_library(library)
     except OSError as error:
-        say(f"note: cannot use {SOURCE.name} ({error}); using torch for matrix products")
+        warn_once(f"cannot use {SOURCE.name}, so decoding is slower ({error})")
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)
@@ -77,25 +83,27 @@ def compile_matvec(library: Path, compiler: str) -> None:
     torch.utils.cpp_extension.load would need ninja, even to load a compiled library.
     """
     torch_folder = Path(torch.__file__).parent
-    temporary = library.with_suffix(f".{os.getpid()}")
-    command = [
-        compiler,
-        *FLAGS,
-        f"-I{torch_folder}/include",
-        f"-I{torch_folder}/include/torch/csrc/api/include",
-        SOURCE,
-        "-o",
-        temporary,
-        f"-L{torch_folder}/lib",
-        "-lc10",
-        "-ltorch_cpu",
-    ]
     library.parent.mkdir(parents=True, exist_ok=True)
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-    if result.returncode != 0:
-        raise OSError(f"{compiler}: {' '.join(result.stderr.split())[:200]}")
-    sync(temporary)
-    temporary.replace(library)
+    # Several processes may compile at the same time, each into its own folder.
+    with TemporaryDirectory(prefix=".matvec-", dir=library.parent) as own:
+        temporary = Path(own) / library.name
+        command = [
+            compiler,
+            *FLAGS,
+            f"-I{torch_folder}/include",
+            f"-I{torch_folder}/include/torch/csrc/api/include",
+            SOURCE,
+            "-o",
+            temporary,
+            f"-L{torch_folder}/lib",
+            "-lc10",
+            "-ltorch_cpu",
+        ]
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+        if result.returncode != 0:
+            raise OSError(f"{compiler}: {' '.join(result.stderr.split())[:200]}")
+        sync(temporary)
+        temporary.replace(library)
 
 
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
@@ -122,11 +130,16 @@ class MatvecLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # (M, N)
         self.bias = bias
+        is_bf16 = weight.dtype == torch.bfloat16
+        self.is_emulated = is_bf16 and not hardware.multiplies_bf16(weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_few_on_cpu(x):
-            return F.linear(x, self.weight, self.bias)
-        y = torch.ops.attend.matvec(x.contiguous(), self.weight)
+        if is_few_on_cpu(x):
+            y = torch.ops.attend.matvec(x.contiguous(), self.weight)
+        elif self.is_emulated:  # a product in fp32 is several times as fast
+            y = F.linear(x.float(), self.weight.float()).type_as(x)
+        else:
+            y = F.linear(x, self.weight)
         if self.bias is not None:
             y = y + self.bias
         return y

@@ -1,11 +1,15 @@
 """Products for a few tokens match float64, and optimizing for decoding preserves the logits."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from inference import quantize
 from model.layers import Linear
+from run import hardware
 from run.compilation import cpp_compiler
 from run.instantiate import instantiate
 from tests.conftest import ROOT, close, learn_by_heart, redraw, tree_of
@@ -104,9 +108,67 @@ def test_optimizing_for_decoding_preserves_the_logits(compiled, variant, tied):
     assert not any(type(module) is Linear for module in model.modules())
 
 
-def test_products_fall_back_to_torch_without_a_compiler(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("is_native", "dtype", "multiplied"),
+    [
+        (True, torch.bfloat16, torch.bfloat16),
+        (False, torch.bfloat16, torch.float32),
+        (False, torch.float32, torch.float32),
+    ],
+)
+def test_long_products_are_in_fp32_if_bf16_is_emulated(monkeypatch, is_native, dtype, multiplied):
+    monkeypatch.setattr(hardware, "multiplies_bf16", lambda device: is_native)
+    product = F.linear
+    dtypes = []
+
+    def record(x, *more):
+        dtypes.append(x.dtype)
+        return product(x, *more)
+
+    monkeypatch.setattr(F, "linear", record)
+    weight = torch.randn(48, 32).to(dtype)
+    bias = torch.randn(48).to(dtype)
+    x = torch.randn(quantize.MAX_FEW_TOKENS + 1, 32).to(dtype)
+    y = quantize.MatvecLinear(weight, bias)(x)
+    assert dtypes == [multiplied] and y.dtype == dtype
+    close(y.float(), x.float() @ weight.float().T + bias.float(), rtol=0.02, atol=0.1)
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from inference import quantize
+print(quantize.load_matvec(Path(sys.argv[1]), sys.argv[2]))
+"""
+
+
+def test_a_damaged_library_is_compiled_again(compiled, tmp_path):
+    libraries = list((ROOT / ".cache").glob("matvec-*.so"))
+    library = max(libraries, key=lambda path: path.stat().st_mtime)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; cp '{library}' $2\n", encoding="utf-8"
+    )
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+
+    def load() -> str:
+        command = [sys.executable, "-c", LOAD, cache, compiler]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8").stdout
+
+    assert load() == "True\n"
+    (copy,) = cache.iterdir()  # no temporary file is left
+    copy.write_bytes(b"")
+    assert load() == "True\n"
+    assert copy.stat().st_size == library.stat().st_size and list(cache.iterdir()) == [copy]
+
+
+def test_products_fall_back_to_torch_without_a_compiler(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.ops, "attend", object())
-    assert not quantize.load_matvec(tmp_path, None) and not quantize.load_matvec(tmp_path, "false")
+    assert not quantize.load_matvec(tmp_path, "false")
+    assert not quantize.load_matvec(tmp_path, None)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "decoding is slower (no C++ compiler. fix: install g++" in line
     model = instantiate(tree_of("gqa"))
     quantize.optimize_for_decoding(model, int8=False)
     assert not any(isinstance(module, quantize.MatvecLinear) for module in model.modules())

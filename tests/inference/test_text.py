@@ -115,3 +115,12 @@ def test_generation_on_a_gpu_disables_cudnn_attention(drawn_run, monkeypatch):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize(("is_native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_int8_models_compute_in_a_dtype_that_the_cpu_does_not_emulate(
+    drawn_run, monkeypatch, is_native, dtype
+):
+    monkeypatch.setattr(hardware, "multiplies_bf16", lambda device: is_native)
+    model, _, _ = load(drawn_run, "cpu", "int8")
+    assert model.embed.weight.dtype == dtype and model.head.levels.dtype == torch.int8
