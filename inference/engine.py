@@ -105,8 +105,8 @@ class Engine:
         context = self.model.context
         for sequence in sequences:
             assert len(sequence.tokens) > 0
-            if len(sequence.tokens) > context:
-                del sequence.tokens[: context // 2]
+            while len(sequence.tokens) > context:
+                del sequence.tokens[: max(1, context // 2)]
             if self.cache is not None:
                 # The last token is sampled but never stored.
                 length = len(sequence.tokens) + sequence.num_left - 1

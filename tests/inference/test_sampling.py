@@ -271,6 +271,15 @@ def test_captured_decoding_matches_eager_decoding(options):
     assert captured == continued(model, prompts, 20, sampler, rows=2)
 
 
+def test_a_prompt_of_several_contexts_is_cut_until_it_fits():
+    model = engine_of_two_rows().model
+    prompts = [[1, 2, 3, 4, 5] * 7, [6, 7] * 81]
+    assert len(prompts[1]) > 2 * model.context
+    uncached = continued(model, prompts, 20)
+    assert continued(model, prompts, 20, rows=2) == uncached
+    assert continued(model, prompts, 20, rows=1, prefill_chunk=16) == uncached
+
+
 def test_a_captured_step_does_not_call_the_model():
     """Decodes three texts in two rows, with one replay per step."""
     engine = engine_of_two_rows(partial(sample, temperature=1.5))
