@@ -2,7 +2,6 @@
 
 The cache is keyed by a hash of the documents and the tokenizer.
 
-
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.
 """
@@ -138,7 +137,9 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
     # lock, which is only a file that exists.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
-        if acquire(lock):
+        with waiting(f"waiting for another process that prepares a text in {folder.parent}"):
+            has_lock = acquire(lock)
+        if has_lock:
             # Unfinished folders are from killed processes: a running process would hold the lock.
             remove_leftovers(folder.parent)
             # Another process may have built it while this one was waiting.

@@ -19,6 +19,8 @@ import sentencepiece as spm
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
+from run.threads import cores
+
 # Training text is split into pieces of up to 4000 characters, at line ends if there are any,
 # because SentencePiece's trainer is slower on longer pieces.
 MAX_PIECE_CHARS = 4000
@@ -153,7 +155,7 @@ class Tokenizer:
                 remove_extra_whitespaces=False,
                 allow_whitespace_only_pieces=True,
                 max_sentence_length=4 * MAX_PIECE_CHARS,  # bytes; UTF-8 takes up to 4 per character
-                num_threads=os.cpu_count(),
+                num_threads=len(cores()),
                 minloglevel=2,
             )
         except RuntimeError:
@@ -218,10 +220,11 @@ class Tokenizer:
             starts.append(start)
             pieces += others
             num_pieces.append(len(others))
-        documents = self.processor.encode(starts, num_threads=os.cpu_count())
+        num_threads = len(cores())
+        documents = self.processor.encode(starts, num_threads=num_threads)
         encoded = iter(())
         if pieces:
-            encoded = iter(self.processor_inside.encode(pieces, num_threads=os.cpu_count()))
+            encoded = iter(self.processor_inside.encode(pieces, num_threads=num_threads))
         for index, text in enumerate(texts):
             for tokens in islice(encoded, num_pieces[index]):
                 documents[index] += tokens
