@@ -213,12 +213,12 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
     if kind == "decode":
         hardware.use_huge_pages()  # for all competitors
     settings, device, precision = bench_settings(overrides)
-    step = COMPETITORS[kind][name](settings, device, precision)
     if kind == "train":
         hardware.prepare_for_training(device)
     else:
         hardware.keep_freed_memory(device)
     compilation.prepare_to_compile()
+    step = COMPETITORS[kind][name](settings, device, precision)
     with suppress(EOFError):  # the parent closed the connection
         while True:
             parent.recv()
@@ -302,12 +302,13 @@ def decode_ours(
     quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
     engine = Engine(model, greedy, cache)
-    if settings.compile is not False:
-        engine.compile()
-    elif engine.can_capture:
-        engine.capture()
 
     def run() -> Seconds:
+        # In the first turn, in which no other competitor runs.
+        if settings.compile is not False and engine.compiled_step is None:
+            engine.compile()
+        elif engine.can_capture:
+            engine.capture()
         first, rest = time_generation(engine, prompts.tolist(), NEW_TOKENS)
         return {"seconds": rest, "first_token_seconds": first}
 
