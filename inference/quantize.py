@@ -6,6 +6,7 @@ most of it.
 
 import hashlib
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import quantize
-from model.layers import Linear
+from model.layers import FusedPart, Linear
 from model.transformer import Transformer
 from run import hardware
 from run.cache_folder import writable_cache
@@ -109,17 +110,36 @@ def compile_matvec(library: Path, compiler: str) -> None:
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Replace, in place, a model's linear layers and head with faster layers for inference only.
 
-    A tied model gets a separate head. Without the kernel, layers that are not quantized are left
-    unchanged.
+    Layers with the same input become one layer. A tied model gets a separate head. Without the
+    kernel, layers that are not quantized are left unchanged.
     """
     if not int8 and not hasattr(torch.ops.attend, "matvec"):
         return
     decoding = Int8Linear if int8 else MatvecLinear
     model.head = decoding(model.unembedding.detach(), None)
     for parent in list(model.modules()):
+        fuse_projections(parent, decoding)
         for name, child in parent.named_children():
             if isinstance(child, Linear):
                 setattr(parent, name, decoding(child.weight.detach(), child.bias))
+
+
+def fuse_projections(parent: nn.Module, decoding: Callable[..., nn.Module]) -> None:
+    """Replace a module's `fused_projections`, if it has all of them, by parts of one layer."""
+    names = getattr(parent, "fused_projections", ())
+    linears = [getattr(parent, name, None) for name in names]
+    if not linears or not all(isinstance(linear, Linear) for linear in linears):
+        return
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = None
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias.detach() for linear in linears])
+    fused = decoding(weight, bias)
+    start = 0
+    for name, linear in zip(names, linears, strict=True):
+        stop = start + linear.out_features
+        setattr(parent, name, FusedPart(fused, start, stop))
+        start = stop
 
 
 class MatvecLinear(nn.Module):

@@ -1,5 +1,6 @@
 """Building blocks of decoder layers: rotary positions, norms, feed-forwards."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -54,6 +55,31 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the initialization to model/init.py or to a checkpoint."""
+
+
+class FusedPart(nn.Module):
+    """Outputs `start` to `stop` of a larger linear layer: x (..., N) -> (..., stop - start)."""
+
+    def __init__(self, fused: nn.Module, start: int, stop: int):
+        super().__init__()
+        self.fused = fused
+        self.start = start
+        self.stop = stop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x)[..., self.start : self.stop]
+
+
+def project(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
+    """Apply linear layers with M, M', ... outputs to the same x (..., N) -> (..., M), (..., M'), ...
+
+    For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
+    parts of one larger layer, because one product takes less time than several small ones.
+    """
+    if not isinstance(linears[0], FusedPart):
+        return [linear(x) for linear in linears]
+    sizes = [part.stop - part.start for part in linears]
+    return linears[0].fused(x).split(sizes, dim=-1)
 
 
 class Embedding(nn.Embedding):
@@ -126,6 +152,8 @@ class GatedFeedForward(nn.Module):
     With silu, this is SwiGLU; with gelu, it is GEGLU.
     """
 
+    fused_projections = ("gate_proj", "up_proj")
+
     def __init__(self, dim: int, hidden: int, *, activation: Activation):
         super().__init__()
         self.activation = ACTIVATIONS[activation]
@@ -134,7 +162,8 @@ class GatedFeedForward(nn.Module):
         self.down_proj = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.activation(gate) * up)
 
 
 def no_feed_forward(dim: int, hidden: int) -> None:

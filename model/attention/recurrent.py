@@ -20,7 +20,7 @@ from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.attention.short_conv import ShortConv
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
-from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, split_heads
+from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, project, split_heads
 
 # The log decay at the first token of a row or document, where e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
@@ -141,7 +141,7 @@ class GatedRecurrence(RecurrentAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project and convolve.
-        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # (B, T, W)
+        qkv = torch.cat(project(x, self.q_proj, self.k_proj, self.v_proj), dim=-1)  # (B, T, W)
         past = None if cache is None else cache.states["conv"]
         qkv = F.silu(self.conv(qkv, ctx, past))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))

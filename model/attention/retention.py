@@ -11,7 +11,7 @@ from model.attention.base import CrossLayer, LayerSpec, validate_knobs
 from model.attention.recurrent import RecurrentAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, apply_rope, fp32, rms, split_heads
+from model.layers import Linear, apply_rope, fp32, project, rms, split_heads
 
 
 class Retention(RecurrentAttention):
@@ -49,9 +49,8 @@ class Retention(RecurrentAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project to (B, T, H, D) or (B, T, H, E), and rotate.
-        q = split_heads(fp32(self.q_proj(x)), self.heads)
-        k = split_heads(fp32(self.k_proj(x)), self.heads)
-        v = split_heads(fp32(self.v_proj(x)), self.heads)
+        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = [split_heads(fp32(y), self.heads) for y in qkv]
         cos, sin = ctx.rotary(self.head_dim, self.rope_base)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)

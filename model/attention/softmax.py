@@ -18,7 +18,7 @@ from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knob
 from model.attention.kernels import AttentionKernel, ScoreBias
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
-from model.layers import Linear, RMSNorm, apply_rope, rms, split_heads, take_along
+from model.layers import Linear, RMSNorm, apply_rope, project, rms, split_heads, take_along
 from model.rope import Scaling
 
 
@@ -122,11 +122,10 @@ class SoftmaxAttention(Attention):
 
         Queries and keys are normalized and rotated.
         """
-        q = self.project_q(x, ctx)
-        k = split_heads(self.k_proj(x), self.kv_heads)
-        k = self.norm_and_rope(k, self.k_norm, ctx)
-        v = split_heads(self.v_proj(x), self.kv_heads)
-        return q, k, v
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = self.norm_and_rope(split_heads(q, self.heads), self.q_norm, ctx)
+        k = self.norm_and_rope(split_heads(k, self.kv_heads), self.k_norm, ctx)
+        return q, k, split_heads(v, self.kv_heads)
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from inference import quantize
-from model.layers import Linear
+from model.layers import FusedPart, Linear, project
 from run import hardware
 from run.compilation import cpp_compiler
 from run.instantiate import instantiate
-from tests.conftest import ROOT, close, learn_by_heart, redraw, tree_of
+from tests.conftest import ROOT, VARIANTS, close, learn_by_heart, redraw, tree_of
 
 
 @pytest.fixture
@@ -106,6 +106,38 @@ def test_optimizing_for_decoding_preserves_the_logits(compiled, variant, tied):
             0 < (rounded(tokens) - exact).std() < 0.2 * exact.std()
         )  # for random weights; the cost in nats is tested below
     assert not any(type(module) is Linear for module in model.modules())
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
+def test_fused_projections_equal_separate_ones(compiled, variant, int8, monkeypatch):
+    tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(quantize, "fuse_projections", lambda *_: None)
+        model = redraw(instantiate(tree_of(*variant.split()))).eval()
+        quantize.optimize_for_decoding(model, int8)
+        assert is_fused == any(isinstance(module, FusedPart) for module in model.modules())
+        with torch.no_grad():
+            logits.append(model(tokens))
+    close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_layer_is_multiplied_once_and_each_part_can_be_used_alone(compiled):
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).eval()
+    quantize.optimize_for_decoding(model, int8=True)
+    layer = model.blocks[0]
+    products = []
+    for module in layer.modules():
+        if isinstance(module, quantize.Int8Linear):
+            module.register_forward_hook(lambda *_: products.append(1))
+    model(torch.tensor([[1, 2]]))
+    assert len(products) == 4  # q, k and v; o; gate and up; down
+    x = torch.randn(3, model.embed.weight.shape[1])
+    parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
+    for alone, together in zip([part(x) for part in parts], project(x, *parts), strict=True):
+        assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(
