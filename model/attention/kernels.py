@@ -253,8 +253,14 @@ def fused_attention_kernel(
         # FlashAttention needs values of the same width as queries and keys.
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
-    elif q.is_cuda and not can_flash_attention(q, mask):
+    elif q.is_cuda and not can_flash_attention(q, mask, options.dropout):
         # Without FlashAttention, grouped heads would run in a kernel that stores all scores.
+        if q.shape[2] == 1 and mask is not None:
+            folded_q, folded_mask = fold_query_heads(q, k, mask)
+            y = F.scaled_dot_product_attention(
+                folded_q, k, v, folded_mask, options.dropout, scale=options.scale
+            )
+            return y.flatten(1, 2).unsqueeze(2)
         k = expand_heads(k, q)
         v = expand_heads(v, q)
     y = F.scaled_dot_product_attention(
@@ -270,24 +276,40 @@ def fused_attention_kernel(
     return y[..., :width]
 
 
-def can_flash_attention(q: Tensor, mask: Tensor | None) -> bool:
+def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
     """Whether FlashAttention supports these queries: fp16 or bf16, no mask, Ampere or newer.
 
-    With little shared memory, its backward pass supports only some head widths above 192
+    On GPUs with little shared memory, its backward pass does not support some wide heads
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     gpu = torch.cuda.get_device_properties(q.device)
+    width = q.shape[-1]
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    is_large = gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY
-    max_width = 256 if is_large else 192
-    return is_half and mask is None and gpu.major >= 8 and q.shape[-1] <= max_width
+    is_small = gpu.major == 12 or (gpu.major == 8 and gpu.minor >= 6)
+    is_wide = 192 < width <= 224 or (width > 224 and dropout > 0)
+    is_supported = width <= 256 and not (is_small and is_wide)
+    return is_half and mask is None and gpu.major >= 8 and is_supported
 
 
 def can_flex_attention(width: int, device: torch.device) -> bool:
     """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
     gpu = torch.cuda.get_device_properties(device)
-    is_large = gpu.shared_memory_per_block_optin > LARGE_SHARED_MEMORY
-    return gpu.major >= 8 and (width <= MAX_SMALL_WIDTH or is_large)
+    if gpu.major < 8 or width <= MAX_SMALL_WIDTH:
+        return gpu.major >= 8
+    # ROCm does not report it.
+    return getattr(gpu, "shared_memory_per_block_optin", 0) > LARGE_SHARED_MEMORY
+
+
+def fold_query_heads(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Treat the query heads of a key head as queries: q (B, H, 1, E) -> (B, K, H / K, E).
+
+    A kernel can then read keys and values (B, K, S, E) in place, without a copy for each query
+    head. The mask (B or 1, H or 1, 1, S) becomes (B or 1, K or 1, H / K or 1, S).
+    """
+    num_key_heads = k.shape[1]
+    if mask.shape[1] > 1:
+        mask = mask.unflatten(1, (num_key_heads, -1)).squeeze(3)
+    return q.unflatten(1, (num_key_heads, -1)).squeeze(3), mask
 
 
 def expand_heads(x: Tensor, q: Tensor) -> Tensor:

@@ -436,14 +436,41 @@ def test_grouped_heads_are_expanded_without_flash_attention(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "width", "is_supported"),
-    [(9, 256, True), (9, 264, False), (8, 192, True), (8, 200, False), (7, 64, False)],
+    ("gpu", "width", "dropout", "is_supported"),
+    [
+        (9, 256, 0.1, True),
+        (9, 264, 0.0, False),
+        (8, 192, 0.1, True),
+        (8, 200, 0.0, False),
+        (8, 256, 0.0, True),
+        (8, 256, 0.1, False),
+        (7, 64, 0.0, False),
+    ],
     indirect=["gpu"],
 )
-def test_flash_attention_is_not_expected_for_wide_heads(gpu, width, is_supported):
-    """Grouped heads would run in the kernel that materializes all scores."""
+def test_flash_attention_is_expected_only_where_torch_supports_it(
+    gpu, width, dropout, is_supported
+):
+    """Otherwise, grouped heads would run in the kernel that materializes all scores."""
     q = torch.zeros(1, 1, 1, width, dtype=torch.float16, device="cuda")
-    assert kernels.can_flash_attention(q, None) is is_supported
+    assert kernels.can_flash_attention(q, None, dropout) is is_supported
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mqa", "mla"])
+def test_an_uncompiled_decode_step_does_not_copy_the_cache(gpu, monkeypatch, variant):
+    """Keys and values are not repeated for the query heads that share them."""
+    model = decoding_model(f"{variant} model.depth=1", torch.bfloat16)
+    engine = Engine(model, SAMPLER, model.new_cache(2, 16, torch.bfloat16, CUDA))
+    repeat = torch.Tensor.repeat_interleave
+    shapes = []
+
+    def record(x, *arguments, **options):
+        shapes.append(x.shape)
+        return repeat(x, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", record)
+    engine.decode_step()
+    assert not shapes
 
 
 @pytest.mark.parametrize(

@@ -311,10 +311,11 @@ def fused_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention with the kernel that torch selects for the arguments.
 
-    FlashAttention requires Ampere and supports neither masks nor fp32 nor heads above 256, and the memory-efficient
-    kernel does not support grouped queries. All other cases use matrix products and a softmax. The
-    rules are from aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except for cuDNN, which
-    torch may prefer for a major capability of 9 or 10.
+    FlashAttention requires Ampere, and supports neither masks, nor fp32, nor heads above 256. The
+    memory-efficient kernel does not support grouped queries. All other cases use matrix products
+    and a softmax. The rules are from aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except
+    for cuDNN, which torch may prefer for a major capability of 9 or 10. That file's rule for wide
+    heads on GPUs with little shared memory is left out, because no case has heads above 192.
     """
     aten = torch.ops.aten
     is_half = q.dtype in (torch.float16, torch.bfloat16)

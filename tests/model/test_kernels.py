@@ -53,6 +53,18 @@ def test_eager_attention_matches_torch(kv_heads, window):
     close(y, scaled_dot_product_attention(q, k, v, is_visible, enable_gqa=True))
 
 
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("mask_shape", [(1, 1, 1, 5), (2, 1, 1, 5), (2, 6, 1, 5)])
+def test_query_heads_of_one_query_can_be_folded_into_queries(kv_heads, mask_shape):
+    q, k, v = random(2, 6, 1, 8), random(2, kv_heads, 5, 8), random(2, kv_heads, 5, 4)
+    mask = random(*mask_shape) > 0
+    mask[..., 0] = True
+    folded_q, folded_mask = kernels.fold_query_heads(q, k, mask)
+    y = scaled_dot_product_attention(folded_q, k, v, folded_mask, scale=SCALE)
+    assert y.shape == (2, kv_heads, 6 // kv_heads, 4)
+    close(y.reshape(2, 6, 1, 4), eager_attention(q, k, v, mask, ScoreOptions(SCALE)))
+
+
 @pytest.mark.parametrize("scale", [SCALE, 0.3])
 @pytest.mark.parametrize("window, softcap, has_sink", BLOCKWISE)
 def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
