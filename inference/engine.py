@@ -164,7 +164,8 @@ class Engine:
 
         A CUDA graph reads all slots.
         """
-        if self.state.tokens.is_cuda and self.compiled_step is not None:
+        is_recorded = self.graph is not None or self.compiled_step is not None
+        if self.state.tokens.is_cuda and is_recorded:
             return
         count = self.count_slots(length)
         if count != self.filled.capacity:
@@ -231,7 +232,7 @@ class Engine:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        # If recording fails, `torch.cuda.graph` leaves its stream current; this context does not.
+        # If recording fails, `torch.cuda.graph` may leave its stream current; this context does not.
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
                 self.decode_step()
@@ -239,10 +240,9 @@ class Engine:
                 with torch.cuda.graph(graph, stream=stream):
                     self.decode_step()
             except RuntimeError as error:
-                # The error of the step, if there is one, is the cause of the error of its recording.
-                cause = error.__context__ or error
-                message = str(cause) or type(cause).__name__
-                say(f"note: decoding without a CUDA graph ({message.splitlines()[0]})")
+                # If the step failed, its error is the context of the error that ended the recording.
+                reason = first_line(error.__context__ or error)
+                say(f"note: decoding without a CUDA graph ({reason})")
             else:
                 self.graph = graph
         torch.cuda.current_stream().wait_stream(stream)
@@ -291,6 +291,12 @@ class Engine:
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)
             self.state.draw(self.sampler, compiled(slots))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    message = str(error) or type(error).__name__
+    return message.splitlines()[0]
 
 
 def new_cache(

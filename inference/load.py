@@ -38,13 +38,13 @@ def load(
             say(reason)
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
-        # On H100 and newer, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
+        # On Hopper and Blackwell data-center GPUs, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
         # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which spends tens of ms on planning
         # each new shape, and therefore each new prompt length. The flash kernel needs no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
-    # A CPU that emulates bf16 computes everything but the int8 products faster in fp32.
-    if dtype == "int8" and device.type == "cpu" and not hardware.multiplies_bf16(device):
+    # A device that emulates bf16 computes everything but the int8 products faster in fp32.
+    if dtype == "int8" and device.type != "mps" and not hardware.multiplies_bf16(device):
         model.float()
     return model, Tokenizer.load(tokenizer_file(source)), model_name(source)
 

@@ -110,10 +110,11 @@ def compile_matvec(library: Path, compiler: str) -> None:
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Replace, in place, a model's linear layers and head with faster layers for inference only.
 
-    Layers with the same input become one layer. A tied model gets a separate head. Without the
-    kernel, layers that are not quantized are left unchanged.
+    Layers with the same input become one layer. A tied model gets a separate head. On a CPU without
+    the kernel, layers that are not quantized are left unchanged.
     """
-    if not int8 and not hasattr(torch.ops.attend, "matvec"):
+    is_cpu = model.embed.weight.device.type == "cpu"
+    if is_cpu and not int8 and not hasattr(torch.ops.attend, "matvec"):
         return
     decoding = Int8Linear if int8 else MatvecLinear
     model.head = decoding(model.unembedding.detach(), None)
@@ -143,15 +144,18 @@ def fuse_projections(parent: nn.Module, decoding: Callable[..., nn.Module]) -> N
 
 
 class MatvecLinear(nn.Module):
-    """x (..., N) -> (..., M), for inference only; uses the matvec.cpp kernel for a few tokens."""
+    """x (..., N) -> (..., M), for inference only.
+
+    For a few tokens on a CPU, it uses the kernel in matvec.cpp.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         check_shapes(weight, bias)
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # (M, N)
         self.bias = bias
-        is_bf16 = weight.dtype == torch.bfloat16
-        self.is_emulated = is_bf16 and not hardware.multiplies_bf16(weight.device)
+        is_bf16_on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self.is_emulated = is_bf16_on_cpu and not hardware.multiplies_bf16(weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_few_on_cpu(x):

@@ -187,8 +187,8 @@ def describe_products(device: torch.device, dtype: torch.dtype) -> str:
     return f"{dtype} with products in TF32" if is_tf32 else str(dtype)
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel that torch chooses to train causal attention with heads of width 64.
+def sdpa_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that torch chooses to train plain causal attention with heads of width 64.
 
     It is one of the names in torch.nn.attention.SDPBackend, such as CUDNN_ATTENTION.
     """

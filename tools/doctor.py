@@ -44,9 +44,8 @@ def describe_machine(device: torch.device) -> None:
         f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, "
         "such as the default run)"
     )
-    if device.type != "mps":
-        kernel = hardware.attention_kernel(device, precision)
-        print(f"attention: {kernel} (causal, heads of width 64)")
+    if device.type == "cuda":
+        print("plain attention:", hardware.sdpa_backend(device, precision), "for heads of width 64")
 
 
 def slow(device: torch.device) -> list[str]:

@@ -194,7 +194,7 @@ class TimeBudget:
             if compiles:
                 self.compile_seconds = step_seconds
                 # An evaluation before the first step did not compile, so its time does not count.
-                self.clock.pauses.pop("evaluation", None)
+                self.clock.forget("evaluation")
         if step < self.first_step:
             if step_seconds < duration or compiles:
                 return None, False

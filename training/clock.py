@@ -23,6 +23,10 @@ class Clock:
     def training(self) -> float:
         return self.total() - self.paused
 
+    def forget(self, activity: str) -> None:
+        """Forget how long the last pause for an activity took."""
+        self.pauses.pop(activity, None)
+
     @contextmanager
     def pause(self, activity: str) -> Iterator[None]:
         """Exclude the time spent inside the `with` statement from the training time."""

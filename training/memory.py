@@ -45,6 +45,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
         return 1
     with_two = measure_peak(trainer, 2)
     trainer.model.zero_grad()
+    torch.cuda.empty_cache()  # the blocks of uncompiled steps would fragment the memory
 
     weight_bytes = sum(weight.nbytes for weight in trainer.model.parameters())
     if settings.sharded:

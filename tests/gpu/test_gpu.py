@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """Use full fp32 products, as on a CPU, and deterministic kernels."""
+    """Use full fp32 products, as on a CPU, and a fixed workspace for cuBLAS."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -52,7 +52,7 @@ def gpu(monkeypatch):
         "mem_get_info": (79 * GB, 80 * GB),
     }.items():
         monkeypatch.setattr(torch.cuda, key, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(hardware, "attention_kernel", lambda *_: "CUDNN_ATTENTION")
+    monkeypatch.setattr(hardware, "sdpa_backend", lambda *_: "CUDNN_ATTENTION")
 
 
 def test_a_machine_without_problems_has_no_findings(diagnose):
@@ -60,7 +60,7 @@ def test_a_machine_without_problems_has_no_findings(diagnose):
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines()[-2:] == [NOTHING, "next: python train.py"]
     assert "training: cpu" in result.out
-    assert "attention: FLASH_ATTENTION (causal" in result.out
+    assert hardware.sdpa_backend(torch.device("cpu"), torch.float32) == "FLASH_ATTENTION"
     # compile=auto compiles the default run.
     settings = settings_of()
     assert settings.compile == "auto" and "compile=True (compile=auto: in runs of at" in result.out
@@ -98,7 +98,7 @@ def test_a_gpu_and_its_training_settings_are_reported(diagnose, gpu):
     result = diagnose()
     assert "GPU: NVIDIA H100 80GB HBM3, 79 of 80 GB free" in result.out
     assert "training: cuda, torch.bfloat16 products" in result.out
-    assert "attention: CUDNN_ATTENTION (causal" in result.out
+    assert "plain attention: CUDNN_ATTENTION for" in result.out
     assert NOTHING in result.out
 
 
