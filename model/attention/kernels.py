@@ -26,9 +26,10 @@ ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # minimum number of queries in a block of `blockwise_attention`
 # Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
 MAX_BLOCKS = 8
-# The largest head width at which FlexAttention's backward fits into the shared memory of any GPU
-# since Ampere; at 192 a block takes 114,688 bytes, and consumer GPUs have 101,376 per block.
-MAX_SMALL_WIDTH = 128
+# The largest size of a head, in bytes, at which FlexAttention fits into the shared memory of any
+# GPU since Ampere: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at 192 in bf16
+# (backward), and 134,144 bytes at 128 in fp32 (forward); consumer GPUs have 101,376.
+MAX_SMALL_HEAD = 256
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps rows aligned
 BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them within fp16's range
@@ -291,10 +292,10 @@ def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
     return is_half and mask is None and gpu.major >= 8 and is_supported
 
 
-def can_flex_attention(width: int, device: torch.device) -> bool:
+def can_flex_attention(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
     gpu = torch.cuda.get_device_properties(device)
-    if gpu.major < 8 or width <= MAX_SMALL_WIDTH:
+    if gpu.major < 8 or width * dtype.itemsize <= MAX_SMALL_HEAD:
         return gpu.major >= 8
     # ROCm does not report it.
     return getattr(gpu, "shared_memory_per_block_optin", 0) > LARGE_SHARED_MEMORY
@@ -433,7 +434,7 @@ class AttentionKernel(nn.Module):
         width = max(q.shape[-1], v.shape[-1])
         if token_bias is not None:
             width = max(q.shape[-1] + BIAS_COLUMNS, v.shape[-1])
-        if can_flex and not is_plain and can_flex_attention(width, q.device):
+        if can_flex and not is_plain and can_flex_attention(width, q.dtype, q.device):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 
