@@ -41,7 +41,8 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
     """Load the kernels, compiling them first if they are not in `folder`; return True on success.
 
     If `folder` is not writable, the kernels are compiled into a different cache. A library that
-    cannot be loaded, for example because it was only partly copied, is compiled again.
+    the dynamic linker rejects, such as an empty file, is compiled again. A file that was cut short
+    can end the process instead.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
@@ -118,7 +119,9 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
         return
     decoding = Int8Linear if int8 else MatvecLinear
     model.head = decoding(model.unembedding.detach(), None)
-    for parent in list(model.modules()):
+    # The list holds no linear layer, so that each one is freed as soon as it is replaced.
+    parents = [module for module in model.modules() if not isinstance(module, Linear)]
+    for parent in parents:
         fuse_projections(parent, decoding)
         for name, child in parent.named_children():
             if isinstance(child, Linear):
@@ -126,10 +129,16 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
 
 
 def fuse_projections(parent: nn.Module, decoding: Callable[..., nn.Module]) -> None:
-    """Replace a module's `fused_projections`, if it has all of them, by parts of one layer."""
+    """Replace a module's `fused_projections` by parts of one layer.
+
+    They stay separate if the module lacks one of them, or if only some of them have a bias or the
+    same number of inputs.
+    """
     names = getattr(parent, "fused_projections", ())
     linears = [getattr(parent, name, None) for name in names]
     if not linears or not all(isinstance(linear, Linear) for linear in linears):
+        return
+    if len({(linear.in_features, linear.bias is None) for linear in linears}) > 1:
         return
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = None
@@ -153,7 +162,7 @@ class MatvecLinear(nn.Module):
         check_shapes(weight, bias)
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # (M, N)
-        self.bias = bias
+        self.register_buffer("bias", bias)
         is_bf16_on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         self.is_emulated = is_bf16_on_cpu and not hardware.multiplies_bf16(weight.device)
 
@@ -163,7 +172,7 @@ class MatvecLinear(nn.Module):
         elif self.is_emulated:  # a product in fp32 is several times as fast
             y = F.linear(x.float(), self.weight.float()).type_as(x)
         else:
-            y = F.linear(x, self.weight)
+            return F.linear(x, self.weight, self.bias)
         if self.bias is not None:
             y = y + self.bias
         return y
@@ -182,7 +191,7 @@ class Int8Linear(nn.Module):
         levels, scale = quantize(weight, weight.dtype)
         self.register_buffer("scale", scale[:, 0])  # (M,)
         self.levels = nn.Parameter(levels, requires_grad=False)  # (M, N)
-        self.bias = bias
+        self.register_buffer("bias", bias)
 
     @property
     def weight(self) -> Tensor:

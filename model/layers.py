@@ -1,6 +1,5 @@
 """Building blocks of decoder layers: rotary positions, norms, feed-forwards."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -70,16 +69,18 @@ class FusedPart(nn.Module):
         return self.fused(x)[..., self.start : self.stop]
 
 
-def project(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
-    """Apply linear layers with M, M', ... outputs to the same x (..., N) -> (..., M), (..., M'), ...
+def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Apply linear layers to the same x (..., N); return a list with the outputs of each layer.
 
     For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
     parts of one larger layer, because one product takes less time than several small ones.
     """
     if not isinstance(linears[0], FusedPart):
         return [linear(x) for linear in linears]
-    sizes = [part.stop - part.start for part in linears]
-    return linears[0].fused(x).split(sizes, dim=-1)
+    fused = linears[0].fused
+    assert all(part.fused is fused for part in linears)
+    y = fused(x)
+    return [y[..., part.start : part.stop] for part in linears]
 
 
 class Embedding(nn.Embedding):

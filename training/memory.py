@@ -42,6 +42,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     has_room = free_bytes >= before + 2 * (with_one - before)
     if not ranks.all_reduce_min(int(has_room)):
         trainer.model.zero_grad()
+        torch.cuda.empty_cache()
         return 1
     with_two = measure_peak(trainer, 2)
     trainer.model.zero_grad()

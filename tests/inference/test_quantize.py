@@ -136,8 +136,31 @@ def test_a_fused_layer_is_multiplied_once_and_each_part_can_be_used_alone(compil
     assert len(products) == 4  # q, k and v; o; gate and up; down
     x = torch.randn(3, model.embed.weight.shape[1])
     parts = (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
-    for alone, together in zip([part(x) for part in parts], project(x, *parts), strict=True):
-        assert torch.equal(alone, together)
+    for some in (parts, parts[::-1], parts[:2]):
+        for alone, together in zip([part(x) for part in some], project(x, *some), strict=True):
+            assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize(
+    "linears",
+    [
+        [Linear(8, 4), Linear(8, 4, bias=True)],
+        [Linear(8, 4, bias=True), Linear(8, 4)],
+        [Linear(8, 4), Linear(6, 4)],
+    ],
+)
+def test_projections_that_differ_in_bias_or_input_are_not_fused(linears):
+    parent = torch.nn.Module()
+    parent.fused_projections = ("a", "b")
+    parent.a, parent.b = linears
+    quantize.fuse_projections(parent, quantize.MatvecLinear)
+    assert [parent.a, parent.b] == linears
+
+
+@pytest.mark.parametrize("kind", [quantize.MatvecLinear, quantize.Int8Linear])
+def test_a_bias_is_cast_with_its_layer(kind):
+    layer = kind(torch.randn(4, 8).bfloat16(), torch.randn(4).bfloat16()).float()
+    assert layer.bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
