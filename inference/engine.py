@@ -232,7 +232,8 @@ class Engine:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        # If recording fails, `torch.cuda.graph` may leave its stream current; this context does not.
+        # If recording fails, `torch.cuda.graph` may leave its stream current; this context restores
+        # the previous one.
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
                 self.decode_step()
@@ -240,7 +241,7 @@ class Engine:
                 with torch.cuda.graph(graph, stream=stream):
                     self.decode_step()
             except RuntimeError as error:
-                # If the step failed, its error is the context of the error that ended the recording.
+                # If the step failed, its error is the context of the error from the recording.
                 reason = first_line(error.__context__ or error)
                 say(f"note: decoding without a CUDA graph ({reason})")
             else:

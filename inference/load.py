@@ -38,9 +38,10 @@ def load(
             say(reason)
         quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
     if device.type == "cuda":
-        # On Hopper and Blackwell data-center GPUs, torch prefers cuDNN's attention (check_prefer_cudnn_attention in
-        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), which spends tens of ms on planning
-        # each new shape, and therefore each new prompt length. The flash kernel needs no plan.
+        # On Hopper and data-center Blackwell GPUs, torch prefers cuDNN's attention
+        # (check_prefer_cudnn_attention in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp),
+        # which spends tens of ms on planning each new shape, and therefore each new prompt length.
+        # The flash kernel needs no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
     quantize.optimize_for_decoding(model, dtype == "int8")
     # A device that emulates bf16 computes everything but the int8 products faster in fp32.

@@ -65,7 +65,6 @@ def cpu_time() -> CpuTime:
 
 
 STARTED = cpu_time()
-has_considered_load = False  # by `choose_threads`
 
 
 def other_load(start: CpuTime) -> float:
@@ -148,31 +147,34 @@ def free_threads(threads: int) -> tuple[int, str]:
     return threads, ""
 
 
+@cache
+def default_threads() -> int:
+    """Return the number of threads that torch used at the first call."""
+    import torch  # after `bound_spinning`
+
+    return torch.get_num_threads()
+
+
 def choose_threads(kept: int | None = None) -> str:
     """Set the number of torch's threads. Return the reason if it changes.
 
     `kept` is the number of threads of a resumed run, which determines how sums are rounded.
-    Otherwise, the load of the machine determines the number, but only at the first call: a later
-    call would find fewer threads than torch's default. OMP_NUM_THREADS, which torchrun also sets,
-    takes precedence.
+    Otherwise, the load of the machine determines the number; later calls choose the same number.
+    OMP_NUM_THREADS, which torchrun also sets, takes precedence.
     """
     import torch  # after `bound_spinning`
 
-    global has_considered_load
     if "OMP_NUM_THREADS" in os.environ:
         return ""
-    available = torch.get_num_threads()
+    available = default_threads()
     if kept is None:
-        if has_considered_load:
-            return ""
-        has_considered_load = True
         threads, reason = free_threads(available)
         fix = f"OMP_NUM_THREADS={available} uses all"
     else:
         threads = min(kept, len(cores()), max(1, int(cpu_quota() or kept)))
         reason = "as at the start of the run"
         fix = "OMP_NUM_THREADS=N changes it"
-    if threads == available:
+    if not reason or threads == torch.get_num_threads():
         return ""
     torch.set_num_threads(threads)
     return f"computing with {threads} thread{'s' * (threads > 1)} ({reason}; {fix})"

@@ -26,8 +26,8 @@ def load_to_score(
     """Load a model for scoring text; return the results of `load` and the dtype of products.
 
     With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
-    so a checkpoint has the loss that its run logged, apart from rounding: training computes the
-    products that stay in fp32 in TF32. Other values have the same effect as in generation.
+    so a checkpoint has the loss that its run logged, apart from rounding: on a GPU, training uses
+    TF32 for the products that stay in fp32. Other values have the same effect as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)

@@ -27,8 +27,8 @@ BLOCK_SIZE = 128  # minimum number of queries in a block of `blockwise_attention
 # Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
 MAX_BLOCKS = 8
 # The largest size of a head, in bytes, at which FlexAttention fits into the shared memory of any
-# GPU since Ampere: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at 192 in bf16
-# (backward), and 134,144 bytes at 128 in fp32 (forward); consumer GPUs have 101,376.
+# GPU since Ampere: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of
+# 192 in bf16 (backward), and 134,144 at 128 in fp32 (forward); consumer GPUs have 101,376.
 MAX_SMALL_HEAD = 256
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps rows aligned
@@ -295,9 +295,11 @@ def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
 def can_flex_attention(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
     gpu = torch.cuda.get_device_properties(device)
-    if gpu.major < 8 or width * dtype.itemsize <= MAX_SMALL_HEAD:
-        return gpu.major >= 8
-    # ROCm does not report it.
+    if gpu.major < 8:
+        return False
+    if width * dtype.itemsize <= MAX_SMALL_HEAD:
+        return True
+    # torch for ROCm does not report the shared memory of a block.
     return getattr(gpu, "shared_memory_per_block_optin", 0) > LARGE_SHARED_MEMORY
 
 
@@ -440,8 +442,7 @@ class AttentionKernel(nn.Module):
 
         # The fused kernel supports no soft-cap, bias or sink. Blockwise attention, if compiled, is
         # also faster in two cases: short causal sequences on a CPU in bf16, and a single query,
-        # which needs no matrix product. On a GPU a single query then reads the cache in place;
-        # given a mask and grouped heads, the fused kernel may copy the cache for every query head.
+        # which needs no matrix product.
         is_bf16_on_cpu = q.device.type == "cpu" and v.dtype == torch.bfloat16
         is_short = mask is None and length <= MAX_COMPILED_TOKENS
         prefers_blocks = is_compiling and (length == 1 or (is_bf16_on_cpu and is_short))
