@@ -1,5 +1,6 @@
 """Building blocks of decoder layers: rotary positions, norms, feed-forwards."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -69,18 +70,23 @@ class FusedPart(nn.Module):
         return self.fused(x)[..., self.start : self.stop]
 
 
-def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Apply linear layers to the same x (..., N); return a list with the outputs of each layer.
+def project(x: Tensor, *linears: nn.Module) -> Iterator[Tensor]:
+    """Apply linear layers to the same x (..., N); yield the outputs of each layer.
 
     For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
     parts of one larger layer, because one product takes less time than several small ones.
+    Separate layers compute their outputs only when these are requested, because compiled training
+    on a CPU is faster if each output is processed before the next one is computed (docs/log.md).
     """
     if not isinstance(linears[0], FusedPart):
-        return [linear(x) for linear in linears]
+        for linear in linears:
+            yield linear(x)
+        return
     fused = linears[0].fused
     assert all(part.fused is fused for part in linears)
     y = fused(x)
-    return [y[..., part.start : part.stop] for part in linears]
+    for part in linears:
+        yield y[..., part.start : part.stop]
 
 
 class Embedding(nn.Embedding):
@@ -163,8 +169,9 @@ class GatedFeedForward(nn.Module):
         self.down_proj = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(self.activation(gate) * up)
+        projected = project(x, self.gate_proj, self.up_proj)
+        gate = self.activation(next(projected))
+        return self.down_proj(gate * next(projected))
 
 
 def no_feed_forward(dim: int, hidden: int) -> None:

@@ -31,7 +31,7 @@ class ConvAttention(SoftmaxAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project and convolve.
-        qkv = torch.cat(project(x, self.q_proj, self.k_proj, self.v_proj), dim=-1)
+        qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         past = None if cache is None else cache.states["conv"]
         qkv = split_heads(self.conv(qkv, ctx, past), self.heads + 2 * self.kv_heads)
 

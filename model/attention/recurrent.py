@@ -141,7 +141,7 @@ class GatedRecurrence(RecurrentAttention):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         # Project and convolve.
-        qkv = torch.cat(project(x, self.q_proj, self.k_proj, self.v_proj), dim=-1)  # (B, T, W)
+        qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)  # (B, T, W)
         past = None if cache is None else cache.states["conv"]
         qkv = F.silu(self.conv(qkv, ctx, past))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))

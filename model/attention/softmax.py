@@ -122,10 +122,13 @@ class SoftmaxAttention(Attention):
 
         Queries and keys are normalized and rotated.
         """
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q = self.norm_and_rope(split_heads(q, self.heads), self.q_norm, ctx)
-        k = self.norm_and_rope(split_heads(k, self.kv_heads), self.k_norm, ctx)
-        return q, k, split_heads(v, self.kv_heads)
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = split_heads(next(projected), self.heads)
+        q = self.norm_and_rope(q, self.q_norm, ctx)
+        k = split_heads(next(projected), self.kv_heads)
+        k = self.norm_and_rope(k, self.k_norm, ctx)
+        v = split_heads(next(projected), self.kv_heads)
+        return q, k, v
 
     def project_q(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D) -> queries (B, T, H, E), normalized and rotated."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from model.context import ForwardContext, cos_and_sin
 from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope
-from tests.conftest import close, redraw
+from run.instantiate import instantiate
+from tests.conftest import close, redraw, tree_of
 
 
 def random(*shape: int) -> Tensor:
@@ -58,6 +59,18 @@ def test_feed_forward_layers_match_their_formulas(activation):
     gate = activate(x @ ffn.gate_proj.weight.T)
     up = x @ ffn.up_proj.weight.T
     close(ffn(x), (gate * up) @ ffn.down_proj.weight.T)
+
+
+def test_a_projection_is_applied_only_when_its_outputs_are_needed():
+    """Otherwise, q may leave the processor's cache before it is normalized."""
+    model = redraw(instantiate(tree_of("gqa", "model.depth=1")))
+    block = model.blocks[0]
+    applied = []
+    for name in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj"):
+        module = getattr(block.attention, name)
+        module.register_forward_hook(lambda *_, name=name: applied.append(name))
+    model(torch.tensor([[1, 2, 3]]))
+    assert applied == ["q_proj", "q_norm", "k_proj", "k_norm", "v_proj"]
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
