@@ -16,7 +16,7 @@ from run import errors
 if __name__ == "__main__":
     errors.begin_command()
 
-from run.cli import Parser, add_model_options, bounded_number, user_path
+from run.cli import Parser, add_batch_option, add_model_options, bounded_number, user_path
 from run.progress import say, waiting
 
 # torch is imported only in functions, so that --help and option errors are printed immediately.
@@ -133,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("prompt", nargs="?", help="text to continue; - reads it from stdin")
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
+    add_batch_option(parser)
 
     # Sampling.
     add(
@@ -220,7 +221,13 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         return [os.fsencode(args.prompt).decode()]
 
     # A prompt file has one prompt per line; empty lines are skipped.
-    lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+    try:
+        lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"not UTF-8 (--prompt-file {args.prompt_file}: {error.reason} in position "
+            f"{error.start}). fix: convert it, for example with iconv -f ENCODING -t UTF-8"
+        ) from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError(

@@ -16,8 +16,8 @@ class EvaluationBatch(NamedTuple):
     """A batch of held-out text, with the cell (data/slices.py) of each target."""
 
     inputs: Tensor  # (B, T)
-    targets: Tensor  # (B, T)
-    cells: Tensor  # (B, T)
+    targets: Tensor  # (B, T), or (B, A) for the A answers of a task
+    cells: Tensor  # (B, T) or (B, A)
     positions: Tensor | None = None  # of the targets, unless every token has a target
 
 

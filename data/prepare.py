@@ -53,7 +53,7 @@ class Source:
         return None
 
     def identity(self) -> str:
-        """Return a string that two sources share if and only if their documents are equal."""
+        """Return a string that identifies the documents and the settings that select them."""
         # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 

@@ -228,13 +228,13 @@ class Text(Source):
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If no hash qualifies, hold out the closest one.
-        closest = min(digests, key=lambda digest: digest % self.holdout)
+        # Hold out one document in `holdout`. If no hash qualifies, or all do, hold out one document.
+        held_out = {digest for digest in digests if digest % self.holdout == 0}
+        if not held_out or held_out.issuperset(digests):
+            held_out = {min(digests, key=lambda digest: digest % self.holdout)}
         number = 0
         for part in self.read(self.files.train):
-            digest = digests[number]
-            is_held_out = digest % self.holdout == 0 or digest == closest
-            yield part._replace(is_held_out=is_held_out)
+            yield part._replace(is_held_out=digests[number] in held_out)
             number += part.is_last
 
     def without_end(self, num_chars: int) -> Iterator[Part]:

@@ -61,7 +61,9 @@ class Tokenizer:
         self.files = files
         self.processor = spm.SentencePieceProcessor(model_proto=files[self.FILE])
         self.vocab_size = self.processor.vocab_size()
-        special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
+        special = {"eos_token_id": self.processor.eos_id()}
+        if self.processor.bos_id() >= 0:  # SentencePiece's -1 means that there is no BOS
+            special["bos_token_id"] = self.processor.bos_id()
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
         # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
@@ -119,10 +121,15 @@ class Tokenizer:
         try:
             if content.startswith(IdTokenizer.MAGIC):
                 vocab_size, bos = content.removeprefix(IdTokenizer.MAGIC).split()
-                return IdTokenizer(int(vocab_size), int(bos))
-            if path.suffix == ".json":
-                return JsonTokenizer({JsonTokenizer.FILE: content, **configs})
-            return cls({cls.FILE: content, **configs})
+                tokenizer = IdTokenizer(int(vocab_size), int(bos))
+            elif path.suffix == ".json":
+                tokenizer = JsonTokenizer({JsonTokenizer.FILE: content, **configs})
+            else:
+                tokenizer = cls({cls.FILE: content, **configs})
+            for token in (tokenizer.bos, *tokenizer.eos_ids):
+                if not 0 <= token < tokenizer.vocab_size:
+                    raise ValueError(f"BOS or EOS is {token}, which is not in the vocabulary")
+            return tokenizer
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
                 f"not a tokenizer with BOS and EOS ({path}: {error}). fix: set data.tokenizer to "
@@ -329,6 +336,13 @@ class IdTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def last_cut(self, text: str) -> int:
+        """Return the index of the last space or line end; 0 if there is none."""
+        for index in range(len(text) - 1, 0, -1):
+            if text[index].isspace():
+                return index
+        return 0
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(str(token) for token in tokens if token != self.bos)

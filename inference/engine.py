@@ -279,7 +279,7 @@ class Engine:
         self.compiled_step = compiled
         self.cache.reset()
 
-    def run_compiled(self, compiled: Callable[[], Tensor]) -> None:
+    def run_compiled(self, compiled: Callable[..., Tensor]) -> None:
         """Run a decode step with the function that torch.compile returned."""
         self.last_filled = self.filled
         if self.state.tokens.is_cuda:

@@ -1,4 +1,5 @@
-// The product of a few tokens and a matrix, on a CPU. Every weight is read once, in order, and prefetched.
+// The product of a few tokens and a matrix, on a CPU. Each weight is read from memory once, in order, and
+// prefetched; with several tokens, it is read again from the cache.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -7,6 +8,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -276,7 +279,7 @@ template <class Y>
 Tensor multiply_int8(const Tensor& x, const Tensor& w, const Tensor& w_scale) {
   Tensor y = empty_result(x, w);
   const int64_t k = w.size(1), tokens = x.numel() / k;
-  TORCH_CHECK(k <= 1 << 17);  // 127 * 127 * k fits into int32
+  TORCH_CHECK(k <= 1 << 16);  // 255 * 127 * k fits into int32
   std::vector<int8_t> levels(x.numel());
   std::vector<float> scale(tokens);
   std::vector<int32_t> correction(tokens);

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import quantize
+from model.cache import round_to_int8
 from model.layers import FusedPart, Linear
 from model.transformer import Transformer
 from run import hardware
@@ -23,6 +23,7 @@ from run.cache_folder import writable_cache
 from run.progress import waiting, warn_once
 from run.sealed import sync
 
+MAX_INT8_INPUTS = 2**16  # of a layer, so that sums of products of int8 numbers fit into int32
 MAX_FEW_TOKENS = 16  # up to this number, reading the weights takes longer than multiplying
 SOURCE = Path(__file__).with_name("matvec.cpp")
 FLAGS = [
@@ -188,7 +189,7 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None):
         check_shapes(weight, bias)
         super().__init__()
-        levels, scale = quantize(weight, weight.dtype)
+        levels, scale = round_to_int8(weight, weight.dtype)
         self.register_buffer("scale", scale[:, 0])  # (M,)
         self.levels = nn.Parameter(levels, requires_grad=False)  # (M, N)
         self.register_buffer("bias", bias)
@@ -199,7 +200,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_few = is_few_on_cpu(x)
-        if is_few and hasattr(torch.ops.attend, "matvec_int8"):
+        has_kernel = hasattr(torch.ops.attend, "matvec_int8")
+        if is_few and has_kernel and x.shape[-1] <= MAX_INT8_INPUTS:
             y = torch.ops.attend.matvec_int8(x.contiguous(), self.levels, self.scale)
         # Torch's kernel gives wrong results for sizes that are not a multiple of 16.
         elif is_few and x.shape[-1] % 16 == 0:

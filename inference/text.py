@@ -74,7 +74,7 @@ def stream_text(
 def detokenize(
     generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: Iterable[str]
 ) -> Iterator["StreamingText"]:
-    """Yield a sequence's text whenever it has a new token; finish the sequence at a stop string."""
+    """Yield a sequence's text whenever it has a new token; finish the sequence at a stop text."""
     texts = {}
     stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
     for sequence in generated:
@@ -106,7 +106,7 @@ class StreamingText:
         self.pending: list[int] = []
 
     def update(self) -> None:
-        """Add the sequence's newest token, and finish the sequence at a stop string."""
+        """Add the sequence's newest token, and finish the sequence at a stop text."""
         self.decode_newest()
 
         # Pass on all text except a stop text or a possible prefix of one.

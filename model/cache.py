@@ -158,13 +158,13 @@ class LayerCache:
         for name, x in new.items():
             x = x[:, -self.size :]
             if name in self.scales:
-                x, scale = quantize(x)
+                x, scale = round_to_int8(x)
                 self.scales[name][rows, slots] = scale
             stored = self.features[name]
             stored[rows, slots] = x.to(stored.dtype)
 
 
-def quantize(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+def round_to_int8(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
     """Round x (..., D) to 255 levels; return int8 values (..., D) and their scale (..., 1)."""
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
     scale = scale.clamp(min=1e-7).to(scale_dtype)
@@ -175,8 +175,8 @@ class Cache:
     """The cache of a whole model: one LayerCache per layer, and the row lengths (B,).
 
     `Attention.new_cache` allocates the cache of each layer. A row has room for `capacity` tokens.
-    Lengths are on the device, so the caller must count the tokens. Beyond the capacity, each new
-    token overwrites the oldest one.
+    Lengths are on the device, so the caller must count the tokens: a row that outgrows the capacity
+    is not detected, and its results are invalid until it is reset.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):

@@ -278,8 +278,10 @@ def add_run_option(parser: Parser) -> None:
     )
 
 
-def add_model_options(parser: Parser) -> None:
-    """Add the options of all commands that use a model: --run, --device, --dtype, --batch-size."""
+def add_model_options(
+    parser: Parser, auto_dtype: str = "bf16 on a CUDA GPU that computes it natively, else fp32"
+) -> None:
+    """Add --run, --device and --dtype; `auto_dtype` describes the dtype with --dtype auto."""
     add_run_option(parser)
     parser.add_argument(
         "--device",
@@ -291,8 +293,11 @@ def add_model_options(parser: Parser) -> None:
         "--dtype",
         choices=("auto", "fp32", "bf16", "int8"),
         default="auto",
-        help="dtype of the weights; auto: bf16 on a GPU, else fp32",
+        help=f"dtype of the weights; auto: {auto_dtype}",
     )
+
+
+def add_batch_option(parser: Parser) -> None:
     parser.add_argument(
         "--batch-size", type=bounded_number(int, 1), default=8, help="sequences per forward pass"
     )
@@ -314,7 +319,7 @@ def bounded_number(
         if minimum <= number <= maximum:
             return number
         allowed = f"at least {minimum:g}"
-        if maximum < sys.maxsize:
+        if maximum < sys.maxsize or number > maximum:
             allowed = f"from {minimum:g} to {maximum:g}"
         raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
 

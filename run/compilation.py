@@ -49,10 +49,10 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
     if wanted == "auto":
         return is_long and missing is None
     if wanted and missing is not None:
-        raise ValueError(
-            f"torch.compile needs {missing} (compile=true, {device.type}). fix: install it, or "
-            "set compile=false"
-        )
+        fix = "set compile=false (--compile false)"
+        if device.type in ("cpu", "cuda"):
+            fix = f"install it, or {fix}"
+        raise ValueError(f"torch.compile needs {missing} (compile=true, {device.type}). fix: {fix}")
     return wanted
 
 

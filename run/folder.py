@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from run import errors, sealed
-from run.checkpoint import load_config
+from run.checkpoint import STEPS, load_config
 from run.distributed import DistEnv
 from run.errors import IntegrityError
 from run.paths import run_path
@@ -261,7 +261,7 @@ def is_same_run(run: Path, now: dict) -> bool:
 
 def newest_config(run: Path) -> dict:
     """Return the config in a run's newest checkpoint. Raises IntegrityError if it is damaged."""
-    return load_config(max(run.glob("checkpoints/step-*")))
+    return load_config(max(run.glob(f"checkpoints/{STEPS}")))
 
 
 def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
@@ -284,7 +284,7 @@ def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
 
 
 def has_checkpoint(run: Path) -> bool:
-    return any(run.glob("checkpoints/step-*"))
+    return any(run.glob(f"checkpoints/{STEPS}"))
 
 
 def create_run_dir(name: str) -> Path:

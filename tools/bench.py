@@ -173,8 +173,9 @@ def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
     # If the CPU emulates bf16, a large bf16 product takes minutes, and fp32 is faster.
     if not hardware.multiplies_bf16(device):
         precision = torch.float32
-    x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(precision)
-    seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=NUM_PROBES))
+    x = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(precision)
+    # item() waits for a GPU to finish.
+    seconds = min(timeit.repeat(lambda: (x @ x)[0, 0].item(), number=1, repeat=NUM_PROBES))
     return 2 * PROBE_SIZE**3 / seconds
 
 
@@ -302,10 +303,11 @@ def decode_ours(
     quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
     engine = Engine(model, greedy, cache)
+    is_compiled = compilation.pick_compile(settings.compile, device, is_long=True)
 
     def run() -> Seconds:
         # In the first turn, in which no other competitor runs.
-        if settings.compile is not False and engine.compiled_step is None:
+        if is_compiled and engine.compiled_step is None:
             engine.compile()
         elif engine.can_capture:
             engine.capture()
@@ -330,6 +332,8 @@ def decode_transformers(
     times = []
 
     def record_time(ids: Tensor, *_) -> Tensor:
+        if not times and device.type == "cuda":
+            torch.cuda.synchronize()  # the GPU may still compute the first token
         times.append(perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=device)
 

@@ -5,6 +5,7 @@ python -m tools.convert runs/NAME attention=mla attention.rank=64 --out FOLDER
 """
 
 import argparse
+import shlex
 
 import torch
 
@@ -36,9 +37,10 @@ def main(args: argparse.Namespace) -> None:
         lines = convert(args)
     for line in lines:
         print(line)
+    words = (f"init_from={args.out}", f"distill={args.model}")
     print(
-        f"written: {args.out}. To heal it: "
-        f"python train.py init_from={args.out} distill={args.model} data=text data.path=TEXT"
+        f"written: {args.out}. To heal it: python train.py {shlex.join(words)} data=text "
+        "data.path=TEXT optimizer.lr=0.005"
     )
 
 

@@ -11,7 +11,7 @@ import sys
 
 from run import cli, errors
 from run.progress import waiting
-from run.settings import choices, compose
+from run.settings import choices, compose, key_of
 from tools import import_torch
 from tools.compare.sweep import expand_sweep
 
@@ -39,17 +39,10 @@ def main(arguments: list[str]) -> None:
     overrides = parser.parse_args(arguments).overrides
 
     # Remove overrides of the attention, because each attention variant has a separate row.
-    expand_sweep(overrides)  # checks all overrides
-    names = []
-    others = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "attention":
-            names += value.split(",")
-        else:
-            others.append(override)
-    if not names:
-        names = [choice.partition("=")[2] for choice in choices("attention")]
+    sweep = expand_sweep(overrides)  # checks all overrides
+    words = sweep.get("attention", choices("attention"))
+    names = [word.partition("=")[2] for word in words]
+    others = [word for word in overrides if key_of(word) != "attention"]
 
     for name in names:
         with waiting(f"building attention={name}"):

@@ -23,7 +23,7 @@ from data.files import TEXT_SUFFIXES, find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from model.transformer import Transformer
 from run import errors
-from run.cli import Parser, add_model_options, bounded_number
+from run.cli import Parser, add_batch_option, add_model_options, bounded_number
 from run.progress import say, waiting
 from tools.lengths import evaluate_corpus, measure_lengths, open_run
 from tools.scoring import load_to_score, total_nats, windows
@@ -53,7 +53,8 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="compute the held-out loss with more context than in training",
     )
-    add_model_options(parser)
+    add_model_options(parser, "fp32, with matrix products in the run's precision on a GPU")
+    add_batch_option(parser)
     parser.add_argument(
         "--context",
         type=bounded_number(int, 1),
@@ -79,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def evaluate_model(args: argparse.Namespace) -> dict:
     if args.lengths:
-        return measure_lengths(args.run)
+        return measure_lengths(args.run, args.device)
     precision = "auto"
     if args.slices:
         newest, settings = open_run(args.run)

@@ -204,8 +204,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     }
     # An imported tokenizer keeps its own names for the special tokens.
     special_tokens = {
-        "bos_token": tokenizer.processor.bos_id(),
-        "eos_token": tokenizer.processor.eos_id(),
+        "bos_token": tokenizer.bos,
+        "eos_token": tokenizer.eos,
         "unk_token": tokenizer.processor.unk_id(),
         "pad_token": pad_token_id(tokenizer),
     }

@@ -40,7 +40,8 @@ def parse_arguments() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     with new_folder(args.out):
         import_model(args)
-    print(f"written: {args.out}. To use it: python generate.py PROMPT --run {args.out}")
+    run = shlex.quote(str(args.out))
+    print(f"written: {args.out}. To use it: python generate.py PROMPT --run {run}")
 
 
 def import_model(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Measure the time that trained models need to decode with a cache."""
 
 from collections import defaultdict
+from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,16 +17,18 @@ from model.transformer import Transformer
 from run.progress import waiting
 
 NEW_TOKENS = 32  # number of tokens generated for each sequence
-Latencies = dict[str, dict[str, float]]  # medians in ms, by model and column title
+MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
+Latencies = dict[Hashable, dict[str, float]]  # medians in ms, by model and column title
 TURNS = 3  # number of turns per model, and number of runs per turn
 # Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
-def latencies(runs: dict[str, Path]) -> Latencies:
-    """Map each run name to its median decoding times in ms at full context, by column title.
+def latencies(runs: dict[Hashable, Path]) -> Latencies:
+    """Map each run's key to its median decoding times in ms at full context, by column title.
 
+    Models with a context below MIN_CONTEXT are left out.
     Models are loaded as in generate.py: they are not compiled, but captured as CUDA graphs on a
     GPU. They take turns, so that a slowdown of the machine affects all of them.
     """
@@ -35,6 +38,8 @@ def latencies(runs: dict[str, Path]) -> Latencies:
         for _ in range(TURNS):
             for name, run in runs.items():
                 model, _, _ = load(run)
+                if model.context < MIN_CONTEXT:
+                    continue
                 for title, num_rows in ROWS.items():
                     measured[name, title] += times(model, num_rows)
                     bar.update()

@@ -21,7 +21,7 @@ NUM_TARGETS = 16_384  # number of text tokens that are scored
 BATCH_TOKENS = 4096  # number of inputs processed together
 
 
-def measure_lengths(run_dir: Path | None) -> dict[str, float]:
+def measure_lengths(run_dir: Path | None, device: str = "auto") -> dict[str, float]:
     """Return `last_loss` of a run's newest checkpoint at MULTIPLES of its training context.
 
     Raises ValueError if there is no run, or if its text has changed.
@@ -32,7 +32,7 @@ def measure_lengths(run_dir: Path | None) -> dict[str, float]:
     for multiple in MULTIPLES:
         context = multiple * settings["context"]
         model, _, _, precision = load_to_score(
-            newest, context=context, precision=settings["precision"]
+            newest, device, context=context, precision=settings["precision"]
         )
         losses[str(multiple)] = last_loss(model, corpus, settings, precision)
     return losses

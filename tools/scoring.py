@@ -97,6 +97,6 @@ def total_nats(
                 logits = fp32(logits)
                 targets = torch.tensor(row.tokens[row.first :], device=device)
                 nats = cross_entropy(logits, targets, reduction="none")
-                total += nats.double().sum().item()
+                total += nats.cpu().double().sum().item()  # Apple GPUs have no float64
                 bar.update()
     return total

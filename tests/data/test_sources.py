@@ -461,6 +461,13 @@ def test_documents_are_held_out_by_hash_in_any_order(tmp_path):
 def test_at_least_one_document_or_the_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "few.txt").write_text("a\n<|endoftext|>\nb\n<|endoftext|>\nc", encoding="utf-8")
     assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
+    # If every hash qualifies, one document is still left for training.
+    even = [
+        text for text in "abcdef" if int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2 == 0
+    ]
+    (tmp_path / "even.txt").write_text("\n<|endoftext|>\n".join(even[:2]), encoding="utf-8")
+    found = documents_of(source(tmp_path / "even.txt", holdout=2))
+    assert [held_out for _, held_out in found] == [True, False]
     (tmp_path / "lone.txt").write_text("0123456789" * 10, encoding="utf-8")
     assert documents_of(source(tmp_path / "lone.txt")) == [
         ("0123456789" * 9 + "01234", False),

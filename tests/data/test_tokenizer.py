@@ -192,6 +192,27 @@ def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, story, prefi
     assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
 
 
+@pytest.mark.parametrize("eos_id", [1, -1])
+def test_eos_takes_the_place_of_a_missing_bos(tmp_path, story, eos_id):
+    """SentencePiece gives -1 as the id of a token that the model does not have."""
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(story),
+        model_prefix=str(tmp_path / "a"),
+        vocab_size=50,
+        minloglevel=2,
+        bos_id=-1,
+        eos_id=eos_id,
+    )
+    if eos_id < 0:
+        with pytest.raises(ValueError, match=r"is -1, which is not in the vocabulary.*fix: "):
+            Tokenizer.load(tmp_path / "a.model")
+        return
+    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    assert (tokenizer.bos, tokenizer.eos) == (eos_id, eos_id)
+    ((first, *_),) = tokenizer.encode_documents(["Ann"])
+    assert first == eos_id
+
+
 def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
@@ -200,6 +221,7 @@ def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     assert ids.encode(" 464 3290\n") == [464, 3290]
     assert ids.decode([50256, 464, 3290, 50256]) == "464 3290"
     assert ids.encode_documents(["464 3290", "1"]) == [[50256, 464, 3290], [50256, 1]]
+    assert ids.last_cut("464 3290 11") == 8 and ids.last_cut("464") == 0
     for text in ("464 dog", "50257", "-1", "1.5"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from shutil import copytree, rmtree
 from unittest.mock import Mock
 from zipfile import ZipFile
 
@@ -10,7 +11,7 @@ import pytest
 from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.errors import IntegrityError
-from run.folder import changes_since
+from run.folder import changes_since, newest_config
 from run.instantiate import instantiate
 from tests.conftest import settings_of
 from train import take_step
@@ -61,6 +62,10 @@ def test_two_checkpoints_are_kept_and_the_newest_intact_checkpoint_is_loaded(run
         run.checkpointer.save(run.progress)
     folders = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
+    # A copy under another name is not a checkpoint of the run.
+    copytree(run.run_dir / "checkpoints" / folders[0], run.run_dir / "checkpoints/step-best")
+    assert newest_config(run.run_dir)["overrides"] == []
+    rmtree(run.run_dir / "checkpoints/step-best")
     newest = run.run_dir / "checkpoints" / folders[1]
     assert checkpoint.newest_checkpoint(run.run_dir) == newest
     raw = bytearray((newest / "model.safetensors").read_bytes())

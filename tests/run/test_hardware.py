@@ -140,6 +140,8 @@ def test_compilation_for_a_gpu_requires_a_c_compiler(monkeypatch):
     monkeypatch.setenv("CC", "absent")
     assert compilation.missing_for_compilation(torch.device("cuda")) == "a C compiler"
     assert compilation.missing_for_compilation(torch.device("cpu")) is None
+    with pytest.raises(ValueError, match="fix: set compile=false"):
+        compilation.pick_compile(True, torch.device("mps"), is_long=True)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "highest"), ("cuda", "high")])

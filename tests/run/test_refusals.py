@@ -153,6 +153,8 @@ CONFIGS = {
     "attention=gdn +attention.kinds.recurrent.window=8": (1, "window"),
     "data=${x}": (1, "interpolation"),
     "attention=mla attention.rope_dim=3": (2, "3"),
+    "attention=mla attention.head_dim=1": (2, "(got 0). fix: attention.rope_dim=2"),
+    "attention=local_global attention.pattern=[]": (2, "fix: attention.pattern=[local,full]"),
     "attention=dsa attention.index_dim=3": (2, "fix: attention.index_dim=4"),
     "attention=mla attention.rank=0": (2, "attention.rank"),
     "attention=mla attention.rank=100000": (2, "fix: attention.rank="),

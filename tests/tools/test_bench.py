@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from run import hardware
+from run import compilation, hardware
 from run.instantiate import instantiate
 from tests.conftest import LONG, TINY, poisoned_memory
 from tools import bench
@@ -173,6 +173,18 @@ def test_our_decoding_reads_initialized_weights(monkeypatch):
     assert all(weight.isfinite().all() for weight in engines[0].parameters())
 
 
+def test_our_decoding_is_compiled_only_on_a_machine_that_can_compile(monkeypatch):
+    engine = mock.Mock(can_capture=False, compiled_step=None)
+    monkeypatch.setattr(bench, "Engine", lambda *_: engine)
+    monkeypatch.setattr(bench, "time_generation", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(bench, "NEW_TOKENS", 6)
+    settings = bench.bench_settings([*WORDS, "context=16", "batch_tokens=48", "compile=auto"])
+    for missing in ("a C++ compiler", None):
+        monkeypatch.setattr(compilation, "missing_for_compilation", lambda _, m=missing: m)
+        bench.decode_ours(*settings)()
+        assert engine.compile.called == (missing is None)
+
+
 def test_a_summary_reports_medians_over_turns_and_the_rate():
     turns = [{"seconds": seconds} for seconds in (9.0, 2.0, 2.0)]
     line = bench.summarize("x", turns, 100)
@@ -190,8 +202,14 @@ def test_the_compute_ceiling_is_never_measured_with_emulated_products(
     monkeypatch.setattr(
         torch.Tensor, "__matmul__", lambda a, b: dtypes.add(a.dtype) or multiply(a, b)
     )
-    assert bench.measure_ceiling(torch.device("cpu"), torch.bfloat16) > 0
-    assert dtypes == {precision}
+    devices = []
+    draw = torch.randn
+    monkeypatch.setattr(
+        torch, "randn", lambda *size, device: devices.append(device) or draw(*size, device=device)
+    )
+    device = torch.device("cpu")
+    assert bench.measure_ceiling(device, torch.bfloat16) > 0
+    assert dtypes == {precision} and devices == [device]
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,16 @@ def test_median_speed_and_load_exclude_the_first_line(tmp_path):
     assert median_of_log(lines, "mfu") is None
 
 
+def test_damaged_checkpoints_do_not_prevent_a_report(command, words, quick):
+    command(COMPARE, "attention=gqa,mqa", *words, "--dir", "out", "--quick").succeeded()
+    for weights in Path("out/mqa-0/checkpoints").glob("*/*.safetensors"):
+        weights.write_bytes(b"")
+    reported = command(COMPARE, "--report", "out").succeeded()
+    assert reported.err.count("mqa-0: all checkpoints are damaged") == 2
+    rows = table(Path("out/report.html").read_text(encoding="utf-8"), 1)
+    assert rows["gqa"]["decoding, ms/token"] == "1.00"
+
+
 def test_a_comparison_can_train_on_a_task(command, words, quick):
     others = [word for word in words if not word.startswith(("data", "steps"))]
     task = ("data=recall", "data.pairs=[2,3]", "data.vocab_size=128", "steps=3")

@@ -38,6 +38,8 @@ def test_cost_figures_match_the_allocated_model(attention):
 def test_only_selected_attention_presets_are_shown(command):
     result = command("tools/cost.py", *OVERRIDES, "attention=mla,gqa")
     assert names_in(result.out) == ["mla", "gqa"]
+    result = command("tools/cost.py", *OVERRIDES, "+attention=choice(mla,gqa)")
+    assert names_in(result.out) == ["mla", "gqa"]
 
 
 @pytest.mark.parametrize("overrides", [("attention=none",), ("batch_tokens=100",)])

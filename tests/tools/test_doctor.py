@@ -80,6 +80,8 @@ def test_a_missing_compiler_is_reported(diagnose, monkeypatch):
     result = diagnose()
     (line,) = [line for line in result.out.splitlines() if line.startswith("slow: ")]
     assert result.code == 0 and "without a C++ compiler" in line and "fix: " in line
+    # Nothing can be installed that would compile for an Apple GPU.
+    assert not [line for line in doctor.slow(torch.device("mps")) if "compiled" in line]
 
 
 def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):

@@ -52,7 +52,17 @@ def test_too_little_text_is_reported(run_of, monkeypatch):
         measure_lengths(run_of("attention=gqa"))
 
 
-def test_the_evaluate_command_prints_losses_by_length(command, run_of):
+def test_the_evaluate_command_prints_losses_by_length(command, run_of, monkeypatch):
     run = run_of("attention=gqa")
     result = command("tools/evaluate.py", "--run", str(run), "--lengths").succeeded()
     assert json.loads(result.out) == measure_lengths(run)
+    # The given device is used.
+    devices = []
+    load = lengths.load_to_score
+    monkeypatch.setattr(
+        lengths,
+        "load_to_score",
+        lambda path, device, **options: devices.append(device) or load(path, device, **options),
+    )
+    command("tools/evaluate.py", "--run", str(run), "--lengths", "--device", "cpu").succeeded()
+    assert devices == ["cpu"] * len(lengths.MULTIPLES)

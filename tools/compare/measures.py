@@ -6,7 +6,8 @@ from functools import partial
 from statistics import fmean, median
 from typing import NamedTuple
 
-from run.errors import without_fix
+from run import checkpoint
+from run.errors import IntegrityError, without_fix
 from run.progress import say, waiting
 from tools.compare.runs import RECORDS, Groups, Run
 from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_differ
@@ -108,6 +109,16 @@ def tokens_until_solved(runs: list[Run]) -> float:
     return median(tokens) if tokens else math.nan
 
 
+def is_intact(run: Run) -> bool:
+    """Whether a checkpoint of the run passes verification; if none does, print a line."""
+    try:
+        checkpoint.newest_checkpoint(run.folder)
+    except IntegrityError as error:
+        say(f"{run.folder.name}: {without_fix(error)}")
+        return False
+    return True
+
+
 def measure_checkpoints(runs: list[Run]) -> None:
     """Measure longer contexts and decoding for runs that have a checkpoint but no such results.
 
@@ -119,7 +130,7 @@ def measure_checkpoints(runs: list[Run]) -> None:
         firsts.setdefault((run.task, run.settings["name"]), run)
     measured = {}
     if not all(run.decoding for run in firsts.values()):
-        measured = latencies({name: run.folder for name, run in firsts.items()})
+        measured = latencies({key: run.folder for key, run in firsts.items() if is_intact(run)})
     for name, milliseconds in measured.items():
         firsts[name].decoding = milliseconds
 
@@ -130,7 +141,7 @@ def measure_checkpoints(runs: list[Run]) -> None:
             try:
                 run.lengths = measure_lengths(run.folder)
                 changed.append(run)
-            except ValueError as error:
+            except (ValueError, IntegrityError) as error:
                 say(f"{run.folder.name}: {without_fix(error)}")
             bar.update()
     for run in changed:
