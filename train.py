@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
     with errors.report_errors(), errors.user_input():
         SETTINGS, OVERRIDES = read_command_line(sys.argv[1:])
+    # report_errors() has restored Python's handler of Ctrl-C, but the slow import follows.
     errors.begin_command()
     if sys.stderr.isatty():
         print("loading PyTorch", end="", file=sys.stderr, flush=True)
@@ -115,14 +116,14 @@ def train(run: setup.Run) -> int:
             report(run)
         run.log.mark_resume_point()
 
-    profiler.close()
-
-    # A signal has asked the run to save a checkpoint and end.
+    # A signal has asked the run to save a checkpoint and end. The checkpoint comes first.
     if run.signals.agreed:
         run.checkpointer.save(progress)
+        profiler.close()
         run.log.close()
         say(f"step {progress.step} is saved. To continue: {folder.resume_command(run.run_dir)}")
         return run.signals.agreed
+    profiler.close()
     run.log.close()
     run.log.plot()
     say(f'done. Now try: python generate.py --run {shlex.quote(str(run.run_dir))} "PROMPT"')

@@ -88,7 +88,7 @@ class TimeBudget:
         self.has_limit = settings.max_minutes is not None
         self.limit = 60 * settings.max_minutes if self.has_limit else math.inf  # seconds
         self.is_fitted = False
-        self.is_resumed = False
+        self.is_frozen = False  # whether an earlier process has fitted the number of steps
         self.said_steps = bound  # last reported end of the run
         self.first_step: int | None = None  # steps after this one are timed
         self.compile_seconds = 0.0  # duration of the first step, if it compiles
@@ -104,22 +104,22 @@ class TimeBudget:
     def mark_fitted(self) -> None:
         """Keep the number of steps fitted by an earlier process, regardless of the speed."""
         self.is_fitted = True
-        self.is_resumed = True
+        self.is_frozen = True
 
     def fit(self, progress: Progress) -> bool:
         """Re-estimate how many steps fit into `max_minutes`, and update their number if needed.
 
         Returns True after the step at which the number of steps is fitted for the first time.
         """
-        if not self.has_limit or self.is_resumed or progress.is_finished:
+        if not self.has_limit or self.is_frozen or progress.is_finished:
             return False
         if self.is_fitted and progress.step % self.check_interval(progress) != 0:
             return False
-        steps_left, is_final = self.ranks.on_rank0(self.count_steps, progress.step)
+        steps_left, is_final = self.ranks.on_rank0(self.count_steps, progress)
         if steps_left is None:
             return False
-        room = progress.step + max(0, int(steps_left))
-        steps = min(self.bound, room)
+        last_step = progress.step + max(0, int(steps_left))
+        steps = min(self.bound, last_step)
 
         # Once fitted, the number changes only if the change affects the schedule.
         if self.is_fitted:
@@ -134,10 +134,10 @@ class TimeBudget:
             self.is_fitted = True
             self.said_steps = steps
             limit = f"max_minutes={self.settings.max_minutes:g}"
-            say(f"{limit} leaves time for {room} steps: the run ends at step {steps}")
-            if room < min(FEW_STEPS, self.bound):
+            say(f"{limit} leaves time for {last_step} steps: the run ends at step {steps}")
+            if last_step < min(FEW_STEPS, self.bound):
                 say(
-                    f"warning: too few steps to train a useful model ({room}). fix: increase "
+                    f"warning: too few steps to train a useful model ({last_step}). fix: increase "
                     f"max_minutes, reduce batch_tokens (now {self.settings.batch_tokens}), or use "
                     "a smaller model"
                 )
@@ -178,12 +178,13 @@ class TimeBudget:
         is_urgent = refitted != fitted or min(steps, progress.total_steps) <= next_check
         return is_large and is_urgent and refitted <= last
 
-    def count_steps(self, step: int) -> tuple[float | None, bool]:
-        """Return (steps left, is_final) after `step`; (None, False) until a step is timed.
+    def count_steps(self, progress: Progress) -> tuple[float | None, bool]:
+        """Return (steps left, is_final) after a step; (None, False) until a step is timed.
 
         Steps are timed for a tenth of the limit, or until half of the limit has passed. A single
         step that takes a tenth of the limit is enough, unless it compiles.
         """
+        step = progress.step
         now = self.clock.training()
         step_seconds = now - self.last_time
         self.last_time = now
@@ -198,7 +199,7 @@ class TimeBudget:
         if step < self.first_step:
             if step_seconds < duration or compiles:
                 return None, False
-            return self.count_room(step, step_seconds), True
+            return self.count_steps_left(progress, step_seconds), True
 
         # Keep one time that is at least a tenth of the limit ago, or else the first time.
         self.times.append((step, now))
@@ -209,14 +210,16 @@ class TimeBudget:
             return None, False
         seconds = max(1e-6, now - start)
         is_final = seconds >= duration or self.clock.total() >= 0.5 * self.limit
-        return self.count_room(step, seconds / (step - timed_from)), is_final
+        return self.count_steps_left(progress, seconds / (step - timed_from)), is_final
 
-    def count_room(self, step: int, step_seconds: float) -> float:
+    def count_steps_left(self, progress: Progress, step_seconds: float) -> float:
         """Return how many steps, with evaluations, samples and saves, fit into the time left."""
         settings = self.settings
         seconds_left = self.seconds_left()
-        expected_steps = step + seconds_left / step_seconds
-        eval_tokens = count_eval_tokens(settings, self.corpus, expected_steps)
+        eval_tokens = progress.eval_tokens
+        if eval_tokens is None:
+            expected_steps = progress.step + seconds_left / step_seconds
+            eval_tokens = count_eval_tokens(settings, self.corpus, expected_steps)
         eval_seconds = EVALUATION_COST * eval_tokens / settings.batch_tokens * step_seconds
         sample_seconds = self.clock.pauses.get("sample")
         if sample_seconds is None:

@@ -1,6 +1,5 @@
 """Save and restore a run, and check for changes that prevent resuming it."""
 
-import math
 import platform
 import shlex
 from collections.abc import Sequence
@@ -151,7 +150,9 @@ class Checkpointer:
 
     def state(self, progress: Progress) -> SavedState:
         """Collect the state of all parts. All ranks call this together."""
-        if progress.total_steps != math.inf:
+        # A checkpoint is saved before the evaluation of its step, and a resumed run must evaluate on
+        # the same tokens. Their number is planned once the length of the run is known.
+        if not self.budget.is_open:
             self.evaluator.plan_tokens(progress)
         return SavedState(
             step=progress.step,
@@ -161,7 +162,7 @@ class Checkpointer:
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),
-            eval_tokens=self.evaluator.eval_tokens,
+            eval_tokens=progress.eval_tokens,
             loss_sum=self.meter.loss_sum.cpu() * self.ranks.world_size,
             reported_step=self.meter.reported_step,
             log=self.log.resume_point,
@@ -196,7 +197,7 @@ class Checkpointer:
         progress.start_at(state.step)
         if state.step >= state.steps:
             progress.ended_step = state.step
-        self.evaluator.eval_tokens = state.eval_tokens
+        progress.eval_tokens = state.eval_tokens
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 

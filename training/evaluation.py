@@ -118,13 +118,16 @@ class Evaluator:
         self.signals = signals
         self.clock = clock
         self.batch_size = batch_size
-        self.eval_tokens: int | None = None  # per evaluation; None until the first is planned
 
     def plan_tokens(self, progress: Progress) -> int:
-        """Return the number of held-out tokens per evaluation, unchanged if the run is extended."""
-        if self.eval_tokens is None or self.settings.eval_tokens is not None:
-            self.eval_tokens = count_eval_tokens(self.settings, self.corpus, progress.total_steps)
-        return self.eval_tokens
+        """Return the number of held-out tokens per evaluation.
+
+        The number stays the same to the end of the run, even if the run is extended.
+        """
+        if progress.eval_tokens is None or self.settings.eval_tokens is not None:
+            steps = progress.total_steps
+            progress.eval_tokens = count_eval_tokens(self.settings, self.corpus, steps)
+        return progress.eval_tokens
 
     def evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text. Exits with code 4 if it is not finite."""
@@ -174,7 +177,10 @@ class Evaluator:
             return
         message = "sampling text (to sample less often, raise sample_every)"
         with self.clock.pause("sample"), waiting(message):
-            text = self.generate(seed=progress.step)
+            if self.settings.sharded:
+                text = self.generate(seed=progress.step)
+            else:
+                text = self.ranks.on_rank0(self.generate, progress.step)
         if self.signals.agree(self.ranks):
             return
         self.log.append("samples.txt", f"--- step {progress.step}\n{text}\n")
@@ -183,7 +189,8 @@ class Evaluator:
     def generate(self, seed: int) -> str:
         """Generate text from the start of a document; a signal cuts it short.
 
-        All ranks compute the same text; with a sharded model, they compute each token together.
+        With a sharded model, all ranks compute each token together. Otherwise, only rank 0 calls
+        this, because ranks on different hardware might generate texts of different lengths.
         """
         model = self.trainer.model
         precision = torch.float32
@@ -206,10 +213,16 @@ class Evaluator:
             )
             for num_tokens, streaming in enumerate(stream, start=1):
                 text = streaming.text
-                if num_tokens % SIGNAL_INTERVAL == 0 and self.signals.agree(self.ranks):
+                if num_tokens % SIGNAL_INTERVAL == 0 and self.is_stopping():
                     break
         model.train()
         return text
+
+    def is_stopping(self) -> int:
+        """Whether a signal asks the run to end; with a sharded model, on any rank."""
+        if self.settings.sharded:
+            return self.signals.agree(self.ranks)
+        return self.signals.received
 
 
 def gather_once(model: nn.Module) -> None:

@@ -181,10 +181,11 @@ class HeadLoss(nn.Module):
 class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> the objective (), and metrics (B T,) by name.
 
-    Training minimizes the objective, summed over targets: the cross-entropy, mixed with the
-    teacher's cross-entropy, the penalty, and the model's weighted auxiliary losses. The metrics
-    have one number per target and no gradient: TARGET_METRICS, and the auxiliary losses by name.
-    They exclude the penalty and the teacher, so that runs with and without these are comparable.
+    Training minimizes the objective, summed over targets: the cross-entropy with the targets, mixed
+    with the cross-entropy with the teacher's probabilities, plus the z-loss and the model's
+    weighted auxiliary losses. The metrics have one number per target and no gradient:
+    TARGET_METRICS, and the auxiliary losses by name. They exclude the z-loss and the teacher, so
+    that runs with and without these are comparable.
 
     With positions (N,), indices into inputs.flatten(), the N targets and metrics belong only to
     these tokens, such as the questions of a task, and the head computes no other logits.
@@ -225,7 +226,8 @@ class LanguageModelLoss(nn.Module):
         teacher = None
         if self.distillation is not None and torch.is_grad_enabled():
             teacher_model = self.distillation.teacher
-            teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
+            with torch.no_grad():
+                teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
             teacher = TeacherHead(
                 teacher_hidden.flatten(0, 1)[selected],
                 teacher_model.unembedding,

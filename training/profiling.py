@@ -71,7 +71,7 @@ class StepProfiler:
                 continue
             own = event.self_device_time_total if is_cuda else event.self_cpu_time_total
             times[event.key] = (own, event.count)  # microseconds
-        total = sum(own for own, _ in times.values())
+        total = sum(own for own, _ in times.values()) or 1.0  # there may be no time on the device
         largest = sorted(times.items(), key=lambda item: item[1][0], reverse=True)[:LARGEST]
         lines = [f"the slowest operations in {total / 1e3:,.1f} ms of {self.device.type} time:"]
         for name, (own, count) in largest:

@@ -382,6 +382,16 @@ def build_run(
     )
 
 
+def describe_end(steps: float, minutes: float | None) -> str:
+    """Describe the limits of a run, such as "500 steps or 5 minutes"; it has at least one."""
+    limits = []
+    if steps != math.inf:
+        limits.append(f"{steps:,} steps")
+    if minutes is not None:
+        limits.append(f"{minutes:g} minutes")
+    return " or ".join(limits)
+
+
 def summary(run: Run) -> str:
     """Return the lines printed before a run starts: its sizes, device, precision, and length."""
     settings = run.settings
@@ -394,7 +404,7 @@ def summary(run: Run) -> str:
         f"{run.ranks.world_size} x {run.ranks.device}, "
         f"{hardware.describe_products(run.ranks.device, trainer.precision)}, "
         f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
-        f"ends after steps={total_steps} or max_minutes={errors.as_typed(settings.max_minutes)}"
+        f"ends after {describe_end(total_steps, settings.max_minutes)}"
     )
     if passes > 1:
         text += f", in at most {passes:.1f} passes over the text"

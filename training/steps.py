@@ -18,6 +18,7 @@ class Progress:
     saved_step: int = 0  # step of the newest checkpoint
     is_complete: bool = False  # whether an earlier process has finished the run, and its log
     ended_step: int | None = None  # the last step before the run was extended
+    eval_tokens: int | None = None  # held-out tokens per evaluation; None until planned
 
     def start_at(self, step: int) -> None:
         """Begin this process at the step of a checkpoint."""

@@ -10,12 +10,14 @@ def hybrid(
 ) -> Attention:
     """Build a layer's attention; `pattern` is repeated so that it ends at the last layer.
 
-    Raises ValueError for a kind that is not in `kinds`.
+    Raises ValueError for an empty pattern, and for a kind that is not in `kinds`.
     """
+    fix = f"fix: attention.pattern=[{','.join(kinds)}]"
+    if not pattern:
+        raise ValueError(f"attention.pattern is empty. {fix}")
     kind = pattern[(spec.layer - spec.depth) % len(pattern)]
     if kind not in kinds:
         raise ValueError(
-            f"attention.pattern has an unknown kind ({kind!r}, not one of {sorted(kinds)}). fix: "
-            f"attention.pattern=[{','.join(kinds)}]"
+            f"attention.pattern has an unknown kind ({kind!r}, not one of {sorted(kinds)}). {fix}"
         )
     return kinds[kind](spec)

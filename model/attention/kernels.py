@@ -24,12 +24,15 @@ from model.layers import apply_softcap, fp32
 # (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # minimum number of queries in a block of `blockwise_attention`
+FLEX_BLOCK_SIZE = 128  # queries or keys in a block of FlexAttention's block mask
+MIN_FLEX_WIDTH = 16  # of heads; Inductor refuses narrower ones (kernel/flex/flex_attention.py)
 # Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
 MAX_BLOCKS = 8
 # The largest size of a head, in bytes, at which FlexAttention fits into the shared memory of any
 # GPU since Ampere: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of
 # 192 in bf16 (backward), and 134,144 at 128 in fp32 (forward); consumer GPUs have 101,376.
 MAX_SMALL_HEAD = 256
+MAX_FP32_WIDTH = 128  # a block takes 362,496 bytes at 136 in fp32, and an H100 has 232,448
 LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
 BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps rows aligned
 BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them within fp16's range
@@ -192,7 +195,7 @@ def flex_attention_kernel(
     padding = 0
     if options.sink is not None:
         assert k.shape[2] == length, (q.shape, k.shape)
-        padding = -length % BLOCK_SIZE
+        padding = -length % FLEX_BLOCK_SIZE
     if padding > 0:
         q, k, v = [F.pad(x, (0, 0, 0, padding)) for x in (q, k, v)]
 
@@ -292,13 +295,18 @@ def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
     return is_half and mask is None and gpu.major >= 8 and is_supported
 
 
-def can_flex_attention(width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the GPU has enough shared memory for FlexAttention with heads of this width."""
+def can_flex_attention(widths: list[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU supports FlexAttention with queries and values of these widths.
+
+    Wide heads need much shared memory.
+    """
     gpu = torch.cuda.get_device_properties(device)
-    if gpu.major < 8:
+    if gpu.major < 8 or min(widths) < MIN_FLEX_WIDTH:
         return False
-    if width * dtype.itemsize <= MAX_SMALL_HEAD:
+    if max(widths) * dtype.itemsize <= MAX_SMALL_HEAD:
         return True
+    if dtype == torch.float32 and max(widths) > MAX_FP32_WIDTH:
+        return False
     # torch for ROCm does not report the shared memory of a block.
     return getattr(gpu, "shared_memory_per_block_optin", 0) > LARGE_SHARED_MEMORY
 
@@ -327,8 +335,8 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
     the three parts of the query's bias, three copies of BIAS_UNIT and padding; the new columns of k
     are three copies of BIAS_UNIT, the three parts of the key's bias and padding.
     """
-    # A query's bias does not change the softmax, so its gradient is 0 except for rounding errors.
-    # These cancel some errors of the key's gradient, so that the sum of both is more accurate.
+    # Without a sink, a query's bias does not change the softmax, so its gradient is 0 except for
+    # rounding errors. These cancel some errors of the key's gradient, so that the sum of both is more accurate.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
     key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)
@@ -433,10 +441,10 @@ class AttentionKernel(nn.Module):
         is_plain = is_fusable and mask is None
         can_flex = is_compiling and q.is_cuda and length == k.shape[2] and dropout == 0
         can_flex = can_flex and (token_bias is None or self.softcap is None)
-        width = max(q.shape[-1], v.shape[-1])
+        widths = [q.shape[-1], v.shape[-1]]
         if token_bias is not None:
-            width = max(q.shape[-1] + BIAS_COLUMNS, v.shape[-1])
-        if can_flex and not is_plain and can_flex_attention(width, q.dtype, q.device):
+            widths[0] += BIAS_COLUMNS
+        if can_flex and not is_plain and can_flex_attention(widths, q.dtype, q.device):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 

@@ -51,10 +51,10 @@ class LatentAttention(Attention):
             rank = 2 * head_dim
         if rope_dim is None:
             rope_dim = head_dim // 2
-        if rope_dim % 2:
+        if rope_dim < 2 or rope_dim % 2:
             raise ValueError(
-                "RoPE rotates pairs, so attention.rope_dim must be even "
-                f"(got {rope_dim}). fix: attention.rope_dim={rope_dim + 1}"
+                "RoPE rotates pairs, so attention.rope_dim must be even and at least 2 "
+                f"(got {rope_dim}). fix: attention.rope_dim={max(2, rope_dim + 1)}"
             )
         if rank > heads * (2 * head_dim + rope_dim):
             raise ValueError(

@@ -34,7 +34,8 @@ class RecurrentAttention(Attention):
     """Attention that caches a state (B, H, D, E), whose size does not depend on the length.
 
     Tokens are processed in chunks of `chunk` tokens, rounded up to a power of two; the chunk size
-    does not affect the result.
+    does not affect the result. (`Attention.chunk` is something else: a limit on what a token
+    attends to.)
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):

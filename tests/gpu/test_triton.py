@@ -54,6 +54,8 @@ OTHER_GPUS = [
     ("sm_89", "fox document_mask=true model.heads=6"),
     ("sm_89", "gqa document_mask=true precision=fp32"),
     ("sm_89", "gqa document_mask=true precision=fp32 model.heads=6"),
+    ("sm_90", "fox document_mask=true model.heads=6"),
+    ("sm_90", "fox document_mask=true precision=fp32 model.heads=6"),
     ("sm_100", "gqa document_mask=true"),
     ("sm_100", "sink"),
     ("sm_120", "sink"),

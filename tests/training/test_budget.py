@@ -164,3 +164,20 @@ def test_compiling_the_first_evaluation_on_a_gpu_counts_towards_max_minutes(
     pauses = [("evaluation", 100000, 50.05, 50.05)]
     end, *_ = simulate(run, monkeypatch, 10, lambda share: 1 if share > 0 else 2000, pauses)
     assert 0.9 < end < 1
+
+
+def test_the_evaluation_is_planned_once_the_length_of_the_run_is_known(run_of):
+    run = run_of("max_minutes=10", "steps=null", "max_epochs=4", "eval_tokens=null")
+    assert run.progress.total_steps != math.inf
+    # Before the number of steps is fitted, a checkpoint does not fix the size of evaluations.
+    assert run.checkpointer.state(run.progress).eval_tokens is None
+    run.budget.is_fitted = True
+    assert run.checkpointer.state(run.progress).eval_tokens > 0
+
+
+def test_time_is_reserved_for_the_planned_size_of_evaluations(run_of):
+    run = run_of("max_minutes=10", "steps=null", "eval_tokens=null", "eval_every=500")
+    estimated = run.budget.count_steps_left(run.progress, step_seconds=0.05)
+    run.progress.eval_tokens = 100_000  # every 500 steps, as long as 98 steps of 512 tokens
+    planned = run.budget.count_steps_left(run.progress, step_seconds=0.05)
+    assert planned == pytest.approx(estimated / (1 + 98 / 500), rel=0.03)

@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model.build import build_model
 from run import compilation
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
 from train import report, take_step
+from training import evaluation
+from training.distillation import Distillation
 from training.evaluation import count_eval_tokens
+from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
 from training.schedules import cosine, wsd
 
@@ -371,3 +375,28 @@ def test_only_long_runs_are_compiled_automatically(run_of, monkeypatch, words, c
     assert run_of("compile=auto", *words).trainer.is_compiled == compiles
     monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: "a compiler")
     assert not run_of("compile=auto", *words).trainer.is_compiled
+
+
+def test_only_one_rank_samples_unless_the_model_is_sharded(run_of, monkeypatch):
+    """Ranks on different hardware might generate texts of different lengths."""
+    run = run_of()
+    take_step(run)
+    monkeypatch.setattr(type(run.trainer.ranks), "on_rank0", lambda *_: "from rank 0")
+    run.evaluator.sample(run.progress)
+    assert "from rank 0" in (run.run_dir / "samples.txt").read_text(encoding="utf-8")
+    # A signal to this rank ends the text early, without waiting for other ranks.
+    run.signals.received = 75
+    monkeypatch.setattr(run.signals, "agree", None)
+    assert len(run.evaluator.generate(seed=0).split()) <= evaluation.SIGNAL_INTERVAL
+
+
+def test_a_teacher_computes_no_gradients(run_of):
+    run = run_of("attention=dsa")
+    model = run.trainer.model
+    teacher = build_model(run.settings.model)
+    enabled = []
+    teacher.blocks[0].register_forward_pre_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    loss = LanguageModelLoss(model, z_loss=0.0, bos=None, distillation=Distillation(teacher, 0.5))
+    loss(tokens, tokens)
+    assert enabled == [False]
