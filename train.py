@@ -116,7 +116,8 @@ def train(run: setup.Run) -> int:
             report(run)
         run.log.mark_resume_point()
 
-    # A signal has asked the run to save a checkpoint and end. The checkpoint comes first.
+    # A signal has asked the run to save a checkpoint and end. The checkpoint comes first, because
+    # writing a trace may take longer than the time that is left.
     if run.signals.agreed:
         run.checkpointer.save(progress)
         profiler.close()

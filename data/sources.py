@@ -228,7 +228,7 @@ class Text(Source):
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If no hash qualifies, or all do, hold out one document.
+        # Hold out one document in `holdout`. If no hash qualifies, or all do, hold out the closest.
         held_out = {digest for digest in digests if digest % self.holdout == 0}
         if not held_out or held_out.issuperset(digests):
             held_out = {min(digests, key=lambda digest: digest % self.holdout)}

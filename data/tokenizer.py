@@ -61,9 +61,7 @@ class Tokenizer:
         self.files = files
         self.processor = spm.SentencePieceProcessor(model_proto=files[self.FILE])
         self.vocab_size = self.processor.vocab_size()
-        special = {"eos_token_id": self.processor.eos_id()}
-        if self.processor.bos_id() >= 0:  # SentencePiece's -1 means that there is no BOS
-            special["bos_token_id"] = self.processor.bos_id()
+        special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
         special |= json.loads(files.get("generation_config.json", "{}"))
         self.set_special_ids(special)
         # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
@@ -132,7 +130,7 @@ class Tokenizer:
             return tokenizer
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
-                f"not a tokenizer with BOS and EOS ({path}: {error}). fix: set data.tokenizer to "
+                f"not a tokenizer with EOS ({path}: {error}). fix: set data.tokenizer to "
                 "a different file, or import its folder with tools.import_hf"
             ) from None
 
@@ -177,9 +175,11 @@ class Tokenizer:
         eos_ids = special["eos_token_id"]
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
-        self.eos_ids = tuple(eos_ids)
+        # Some files have null or -1 for a token that does not exist. EOS replaces a missing BOS.
+        self.eos_ids = tuple(token for token in eos_ids if token >= 0) or tuple(eos_ids)
         self.eos = self.eos_ids[0]
-        self.bos = special.get("bos_token_id", self.eos)
+        bos = special.get("bos_token_id")
+        self.bos = self.eos if bos is None or bos < 0 else bos
         # Tokens that end a document. If BOS is also an EOS, the BOS of the next document ends it.
         self.document_ends = [] if self.bos in self.eos_ids else [self.eos]
         self.starts_with_bos = special.get("add_bos_token", True)  # whether prompts start with BOS

@@ -157,7 +157,9 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
         renamed = [file.parent for file in path.glob("checkpoints/*/manifest.json")]
         if renamed:
             fix = f"{option}{shlex.quote(str(renamed[0]))}"
-            raise ValueError(f"no checkpoint named step-* ({path}). fix: {fix}")
+            raise ValueError(
+                f"no checkpoint named step-NUMBER, with eight digits ({path}). fix: {fix}"
+            )
         if (path / "config.yaml").exists():
             raise unsaved_run(path / "config.yaml")
         raise ValueError(f"not a run ({path}). fix: {fix_for_path(path, option)}")

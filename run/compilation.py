@@ -50,10 +50,15 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
         return is_long and missing is None
     if wanted and missing is not None:
         fix = "set compile=false (--compile false)"
-        if device.type in ("cpu", "cuda"):
+        if can_compile_for(device):
             fix = f"install it, or {fix}"
         raise ValueError(f"torch.compile needs {missing} (compile=true, {device.type}). fix: {fix}")
     return wanted
+
+
+def can_compile_for(device: torch.device) -> bool:
+    """Whether torch.compile supports this kind of device, if everything it needs is installed."""
+    return device.type in ("cpu", "cuda")
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
@@ -65,7 +70,7 @@ def missing_for_compilation(device: torch.device) -> str | None:
             return "Triton"
         if c_compiler() is None:
             return "a C compiler"
-    elif device.type != "cpu":
+    elif not can_compile_for(device):
         return "a CPU or a CUDA device"
     if cpp_compiler() is None:
         return "a C++ compiler"

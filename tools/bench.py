@@ -86,7 +86,10 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Print a line for each competitor, and our speed divided by the fastest competitor's speed."""
     settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
     # All workers build their models at the same time, then run one at a time for a fair timing.
-    workers = {name: start_worker(kind, name, overrides) for name in COMPETITORS[kind]}
+    names = [*COMPETITORS[kind]]
+    if compilation.missing_for_compilation(device) is not None and COMPILED in names:
+        names.remove(COMPILED)
+    workers = {name: start_worker(kind, name, overrides) for name in names}
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
     advice = f"{kind}: the first turns compile, unless compile=false"
@@ -271,7 +274,9 @@ def train_transformers(settings: Settings, device: torch.device, precision: torc
     """Train Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    forward = model if settings.compile is False else torch.compile(model)
+    forward = model
+    if compilation.pick_compile(settings.compile, device, is_long=True):
+        forward = torch.compile(model)
     tokens = random_tokens(settings, settings.context, device)
 
     # One optimizer step over all micro-batches, with the gradient of the mean over the batch.
@@ -405,13 +410,14 @@ def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.
 
 # The competitors take turns in this order.
 OURS_INT8 = "ours, int8"
+COMPILED = "transformers, compiled"
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {
         "ours": decode_ours,
         OURS_INT8: partial(decode_ours, int8=True),
         "transformers": partial(decode_transformers, is_compiled=False),
-        "transformers, compiled": partial(decode_transformers, is_compiled=True),
+        COMPILED: partial(decode_transformers, is_compiled=True),
     },
 }
 

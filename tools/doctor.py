@@ -52,7 +52,7 @@ def slow(device: torch.device) -> list[str]:
     """Return the problems that slow down training on a device, each with a fix."""
     findings = []
     missing = compilation.missing_for_compilation(device)
-    if missing is not None and device.type in ("cpu", "cuda"):
+    if missing is not None and compilation.can_compile_for(device):
         findings.append(f"steps cannot be compiled without {missing}. fix: install it")
     num_cores = len(threads.cores())
     quota = threads.cpu_quota()

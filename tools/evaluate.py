@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="compute the held-out loss with more context than in training",
     )
-    add_model_options(parser, "fp32, with matrix products in the run's precision on a GPU")
+    add_model_options(parser, "fp32; on a CUDA GPU, products are in lower precision")
     add_batch_option(parser)
     parser.add_argument(
         "--context",

@@ -203,9 +203,10 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
     }
     # An imported tokenizer keeps its own names for the special tokens.
+    bos = tokenizer.processor.bos_id()
     special_tokens = {
-        "bos_token": tokenizer.bos,
-        "eos_token": tokenizer.eos,
+        "bos_token": bos if bos >= 0 else tokenizer.bos,
+        "eos_token": tokenizer.processor.eos_id(),
         "unk_token": tokenizer.processor.unk_id(),
         "pad_token": pad_token_id(tokenizer),
     }

@@ -28,8 +28,7 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[Hashable, Path]) -> Latencies:
     """Map each run's key to its median decoding times in ms at full context, by column title.
 
-    Models with a context below MIN_CONTEXT are left out.
-    Models are loaded as in generate.py: they are not compiled, but captured as CUDA graphs on a
+    Contexts are at least MIN_CONTEXT. Models are loaded as in generate.py: they are not compiled, but captured as CUDA graphs on a
     GPU. They take turns, so that a slowdown of the machine affects all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
@@ -38,8 +37,6 @@ def latencies(runs: dict[Hashable, Path]) -> Latencies:
         for _ in range(TURNS):
             for name, run in runs.items():
                 model, _, _ = load(run)
-                if model.context < MIN_CONTEXT:
-                    continue
                 for title, num_rows in ROWS.items():
                     measured[name, title] += times(model, num_rows)
                     bar.update()

@@ -150,9 +150,10 @@ class Checkpointer:
 
     def state(self, progress: Progress) -> SavedState:
         """Collect the state of all parts. All ranks call this together."""
-        # A checkpoint is saved before the evaluation of its step, and a resumed run must evaluate on
-        # the same tokens. Their number is planned once the length of the run is known.
-        if not self.budget.is_open:
+        # A checkpoint is saved before its step's evaluation, and a resumed run must evaluate on the
+        # same tokens. Unless an evaluation has already fixed their number, it is planned once
+        # the length of the run is known.
+        if progress.is_finished or not self.budget.is_open:
             self.evaluator.plan_tokens(progress)
         return SavedState(
             step=progress.step,
@@ -197,7 +198,8 @@ class Checkpointer:
         progress.start_at(state.step)
         if state.step >= state.steps:
             progress.ended_step = state.step
-        progress.eval_tokens = state.eval_tokens
+        if self.settings.eval_tokens is None:
+            progress.eval_tokens = state.eval_tokens
         self.clock.add_earlier(state.seconds)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 

@@ -95,8 +95,9 @@ def evaluate(
 class Evaluator:
     """Evaluates a trainer's model, samples text from it, and logs the results.
 
-    All ranks call the same methods. If a signal that asks the run to end interrupts an evaluation
-    or a sample, nothing is logged, and a resumed run repeats it. `batch_size` is in sequences.
+    All ranks call `evaluate` and `sample` together. If a signal that asks the run to end interrupts
+    an evaluation or a sample, nothing is logged, and a resumed run repeats it. `batch_size` is in
+    sequences.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Evaluator:
 
         The number stays the same to the end of the run, even if the run is extended.
         """
-        if progress.eval_tokens is None or self.settings.eval_tokens is not None:
+        if progress.eval_tokens is None:
             steps = progress.total_steps
             progress.eval_tokens = count_eval_tokens(self.settings, self.corpus, steps)
         return progress.eval_tokens
@@ -134,13 +135,14 @@ class Evaluator:
         if self.signals.agree(self.ranks):
             return
         eval_tokens = self.plan_tokens(progress)
+        # Before a process's first step, nothing is compiled. Uncompiled attention may store all
+        # scores, so a GPU whose memory was filled for compiled steps evaluates row by row.
+        will_compile = self.trainer.is_compiled and progress.step == progress.first_step
+        is_cuda = self.ranks.device.type == "cuda"
+        batch_size = 1 if will_compile and is_cuda else self.batch_size
         # A CPU would take up to a minute to compile a graph without gradients, so use the graph
-        # that was compiled for training. At the first step of a process, nothing is compiled yet.
-        with_gradients = (
-            self.trainer.is_compiled
-            and progress.step > progress.first_step
-            and self.ranks.device.type != "cuda"
-        )
+        # that was compiled for training.
+        with_gradients = self.trainer.is_compiled and not will_compile and not is_cuda
         message = (
             f"evaluating on {eval_tokens:,} held-out tokens "
             "(to evaluate less often, raise eval_every)"
@@ -151,7 +153,7 @@ class Evaluator:
                 self.corpus,
                 eval_tokens,
                 self.settings.context,
-                self.batch_size,
+                batch_size,
                 self.trainer.precision,
                 self.ranks,
                 self.signals,
@@ -187,10 +189,11 @@ class Evaluator:
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:
-        """Generate text from the start of a document; a signal cuts it short.
+        """Generate text from the start of a document.
 
-        With a sharded model, all ranks compute each token together. Otherwise, only rank 0 calls
-        this, because ranks on different hardware might generate texts of different lengths.
+        With a sharded model, all ranks compute each token together, and a signal to any rank cuts
+        the text short. Otherwise, only rank 0 calls this, because ranks on different hardware might
+        generate texts of different lengths, and a signal to rank 0 cuts the text short.
         """
         model = self.trainer.model
         precision = torch.float32
@@ -218,11 +221,11 @@ class Evaluator:
         model.train()
         return text
 
-    def is_stopping(self) -> int:
-        """Whether a signal asks the run to end; with a sharded model, on any rank."""
+    def is_stopping(self) -> bool:
+        """Whether a signal to this rank, or with a sharded model to any rank, ends the run."""
         if self.settings.sharded:
-            return self.signals.agree(self.ranks)
-        return self.signals.received
+            return self.signals.agree(self.ranks) != 0
+        return self.signals.received != 0
 
 
 def gather_once(model: nn.Module) -> None:

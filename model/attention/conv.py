@@ -21,8 +21,6 @@ class ConvAttention(SoftmaxAttention):
     Also takes SoftmaxAttention's knobs.
     """
 
-    narrow_states = ("conv",)  # past inputs, in which no errors accumulate
-
     def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
         super().__init__(spec, **knobs)
         num_heads = self.heads + 2 * self.kv_heads

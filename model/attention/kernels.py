@@ -24,7 +24,7 @@ from model.layers import apply_softcap, fp32
 # (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK_SIZE = 128  # minimum number of queries in a block of `blockwise_attention`
-FLEX_BLOCK_SIZE = 128  # queries or keys in a block of FlexAttention's block mask
+FLEX_BLOCK_SIZE = 128  # number of queries and keys in a block of FlexAttention's block mask
 MIN_FLEX_WIDTH = 16  # of heads; Inductor refuses narrower ones (kernel/flex/flex_attention.py)
 # Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
 MAX_BLOCKS = 8
@@ -225,6 +225,9 @@ def flex_attention_kernel(
             score = score + options.bias(b, h, i, j)
         return score
 
+    block_mask = create_block_mask(
+        mask_mod, *mask_shape, q.shape[2], k.shape[2], device=q.device, BLOCK_SIZE=FLEX_BLOCK_SIZE
+    )
     # Below 128 queries, Inductor would choose its decoding kernel, whose blocks have at most 128
     # rows, one for each query in each of the query heads that share a key head.
     attend = partial(
@@ -233,7 +236,7 @@ def flex_attention_kernel(
         k,
         v,
         score_mod,
-        create_block_mask(mask_mod, *mask_shape, q.shape[2], k.shape[2], device=q.device),
+        block_mask,
         options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
@@ -336,7 +339,8 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
     are three copies of BIAS_UNIT, the three parts of the key's bias and padding.
     """
     # Without a sink, a query's bias does not change the softmax, so its gradient is 0 except for
-    # rounding errors. These cancel some errors of the key's gradient, so that the sum of both is more accurate.
+    # rounding errors. These cancel some errors of the key's gradient, so that the sum of both is
+    # more accurate.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
     key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)

@@ -24,8 +24,8 @@ class LatentAttention(Attention):
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
     `query_rank`, queries are also projected from a latent. Without a `rope_base`, there is no RoPE,
-    and the part of width `rope_dim` is shared but not rotated. Raises ValueError for an odd
-    `rope_dim`.
+    and the part of width `rope_dim` is shared but not rotated. Raises ValueError for a
+    `rope_dim` that is odd or below 2.
     """
 
     def __init__(

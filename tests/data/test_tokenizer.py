@@ -1,6 +1,7 @@
 """Tokenizers preserve every byte of a text, including tokenizers that were trained elsewhere."""
 
 import itertools
+import json
 import random
 
 import numpy as np
@@ -211,6 +212,10 @@ def test_eos_takes_the_place_of_a_missing_bos(tmp_path, story, eos_id):
     assert (tokenizer.bos, tokenizer.eos) == (eos_id, eos_id)
     ((first, *_),) = tokenizer.encode_documents(["Ann"])
     assert first == eos_id
+    # A folder may give -1 for tokens that do not exist.
+    given = {"bos_token_id": -1, "eos_token_id": [-1, eos_id]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given), encoding="utf-8")
+    assert Tokenizer.load(tmp_path / "a.model").eos_ids == (eos_id,)
 
 
 def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):

@@ -242,3 +242,10 @@ def test_int8_weights_cost_less_than_a_hundredth_of_a_nat(run_of):
             )
     # Over 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, changed by at most 0.0002.
     assert nats[0] < 1 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01
+
+
+@pytest.mark.parametrize("inputs", [quantize.MAX_INT8_INPUTS, quantize.MAX_INT8_INPUTS + 16])
+def test_int8_products_of_many_inputs_do_not_overflow(compiled, inputs):
+    """The kernel's sums of 32 bits are used only up to MAX_INT8_INPUTS."""
+    linear = quantize.Int8Linear(torch.ones(4, inputs), None)
+    close(linear(torch.ones(1, inputs)), torch.full((1, 4), float(inputs)), rtol=1e-3, atol=0)

@@ -711,7 +711,11 @@ BAD_GENERATION = {
     "a negative length": (["a", "--max-new-tokens", "-5"], 2, "must be at least 1, got -5"),
     "no GPU": (["a", "--device", "cuda"], 2, "cuda"),
     "a missing file": (["--prompt-file", "absent.txt"], 2, "absent.txt"),
-    "a file that is not UTF-8": (["--prompt-file", "latin.txt"], 2, "position 5"),
+    "a file that is not UTF-8": (
+        ["--prompt-file", "latin.txt"],
+        2,
+        "latin.txt: invalid start byte in position 5). fix: ",
+    ),
     "a file without lines": (["--prompt-file", "empty.txt"], 2, "empty.txt"),
     "no tokens": (["a", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
     "compiled without a cache": (["a", "--compile", "true", "--no-cache"], 2, "--no-cache"),

@@ -1,6 +1,7 @@
 """An exported model gives the same results in transformers, and importing it again restores it."""
 
 import io
+import json
 import resource
 from pathlib import Path
 
@@ -222,6 +223,27 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
         assert (
             result.code == 74 and "fix: free disk space" in result.err and not Path("full").exists()
         )
+
+
+def test_an_exported_tokenizer_without_bos_names_eos_in_its_place(command, tmp_path):
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["Ann had a red ball. Bob said: may I have a red ball, Ann?"] * 20),
+        model_writer=written,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        bos_id=-1,
+    )
+    saved(tmp_path / "run", tree_of("llama"), Tokenizer({"tokenizer.model": written.getvalue()}))
+    command("tools/export_hf.py", "--run", "run", "--out", "there").succeeded()
+    config = json.loads(Path("there/tokenizer_config.json").read_text(encoding="utf-8"))
+    assert (config["bos_token"], config["eos_token"]) == ("</s>", "</s>")
 
 
 @pytest.mark.parametrize(

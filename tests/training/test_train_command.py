@@ -140,13 +140,16 @@ def test_given_overrides_replace_saved_overrides(tmp_path, monkeypatch, given, e
     assert added == expected
 
 
-def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, monkeypatch):
-    monkeypatch.setattr(evaluation, "MIN_EVAL_TOKENS", 64)
-    words = (*TRAIN, "eval_every=100", "sample_every=100", "run_dir=runs/a")
+@pytest.mark.parametrize("minutes", ["null", "10"])
+def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, monkeypatch, minutes):
+    monkeypatch.setattr(evaluation, "MIN_EVAL_TOKENS", 32)
+    limits = ("batch_tokens=128", f"max_minutes={minutes}")
+    words = (*TRAIN, "eval_every=100", "sample_every=100", "run_dir=runs/a", *limits)
     command(*words).succeeded()
     run = Path("runs/a")
     (old_end,) = (line for line in metrics(run) if "val_loss" in line)
     samples = (run / "samples.txt").read_text(encoding="utf-8")
+    assert old_end["eval_tokens"] == 4 * 128 // 10  # a run of 8 steps would evaluate more tokens
     command("train.py", "run_dir=runs/a", "resume=true", "steps=8").succeeded()
     kept, new_end = (line for line in metrics(run) if "val_loss" in line)
     assert kept["step"] == 4 and new_end["step"] == 8

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from collections import Counter
+from time import monotonic
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,16 +14,20 @@ import torch.nn.functional as F
 
 from model.build import build_model
 from run import compilation
+from run.distributed import DistEnv
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
-from train import report, take_step
+from train import report, take_step, train
 from training import evaluation
+from training.clock import Clock
 from training.distillation import Distillation
 from training.evaluation import count_eval_tokens
 from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
+from training.profiling import StepProfiler
 from training.schedules import cosine, wsd
+from training.setup import describe_end
 
 
 @pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
@@ -377,13 +382,38 @@ def test_only_long_runs_are_compiled_automatically(run_of, monkeypatch, words, c
     assert not run_of("compile=auto", *words).trainer.is_compiled
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_compiled", "sizes"),
+    [("cpu", True, [4, 4]), ("cuda", True, [1, 4]), ("cuda", False, [4, 4])],
+)
+def test_an_evaluation_before_compilation_uses_little_memory_on_a_gpu(
+    run_of, monkeypatch, kind, is_compiled, sizes
+):
+    run = run_of("micro_batch=4")
+    run.trainer.is_compiled = is_compiled
+    run.evaluator.ranks = DistEnv(0, 1, torch.device(kind))
+    found = []
+    monkeypatch.setattr(evaluation, "evaluate", lambda *args, **_: found.append(args[4]))
+    for step in (0, 1):
+        run.progress.step = step
+        run.evaluator.evaluate(run.progress)
+    assert found == sizes
+
+
 def test_only_one_rank_samples_unless_the_model_is_sharded(run_of, monkeypatch):
     """Ranks on different hardware might generate texts of different lengths."""
     run = run_of()
     take_step(run)
-    monkeypatch.setattr(type(run.trainer.ranks), "on_rank0", lambda *_: "from rank 0")
-    run.evaluator.sample(run.progress)
-    assert "from rank 0" in (run.run_dir / "samples.txt").read_text(encoding="utf-8")
+    samples = run.run_dir / "samples.txt"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(run.trainer.ranks), "on_rank0", lambda *_: "from rank 0")
+        run.evaluator.sample(run.progress)
+        assert samples.read_text(encoding="utf-8").count("from rank 0") == 1
+        run.settings.sharded = True
+        patch.setattr(run.evaluator, "generate", lambda seed: "from all ranks")
+        run.evaluator.sample(run.progress)
+        assert samples.read_text(encoding="utf-8").count("from all ranks") == 1
+    run.settings.sharded = False
     # A signal to this rank ends the text early, without waiting for other ranks.
     run.signals.received = 75
     monkeypatch.setattr(run.signals, "agree", None)
@@ -400,3 +430,32 @@ def test_a_teacher_computes_no_gradients(run_of):
     loss = LanguageModelLoss(model, z_loss=0.0, bos=None, distillation=Distillation(teacher, 0.5))
     loss(tokens, tokens)
     assert enabled == [False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "minutes", "text"),
+    [
+        (1500, None, "1,500 steps"),
+        (1500, 0.5, "1,500 steps or 0.5 minutes"),
+        (math.inf, 5, "5 minutes"),
+    ],
+)
+def test_the_limits_of_a_run_are_described(steps, minutes, text):
+    assert describe_end(steps, minutes) == text
+
+
+def test_a_signal_saves_the_checkpoint_before_the_trace(run_of, monkeypatch):
+    run = run_of("profile=2", "max_minutes=null", "eval_every=100", "sample_every=100")
+    order = []
+    monkeypatch.setattr(StepProfiler, "close", lambda _: order.append("trace"))
+    monkeypatch.setattr(run.checkpointer, "save", lambda _: order.append("checkpoint"))
+    run.signals.received = 75
+    assert train(run) == 75
+    assert order == ["checkpoint", "trace"]
+
+
+def test_a_trace_may_have_no_device_time(tmp_path, capsys):
+    profiler = StepProfiler(1, tmp_path, torch.device("cuda"), Clock(monotonic()))
+    event = SimpleNamespace(key="gloo", self_device_time_total=0.0, count=1)
+    profiler.write(SimpleNamespace(export_chrome_trace=str, key_averages=lambda: [event]))
+    assert "0.0%       0.00 ms" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from run.errors import IntegrityError, without_fix
 from run.progress import say, waiting
 from tools.compare.runs import RECORDS, Groups, Run
 from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_differ
-from tools.latency import latencies
+from tools.latency import MIN_CONTEXT, latencies
 from tools.lengths import measure_lengths
 
 NEAR_FLOOR = 0.05  # an accuracy this close to the floor is no better than guessing
@@ -125,16 +125,19 @@ def measure_checkpoints(runs: list[Run]) -> None:
     The measurements are stored in the records of the comparison.
     """
     judged = [run for run in runs if run.factor is None and run.has_checkpoint and run.lines]
-    firsts = {}  # the first run of each variant of a task
+    firsts = {}  # the first run of each variant of a task whose decoding is or can be measured
     for run in judged:
-        firsts.setdefault((run.task, run.settings["name"]), run)
+        key = (run.task, run.settings["name"])
+        can_decode = run.settings["context"] >= MIN_CONTEXT
+        if key not in firsts and can_decode and (run.decoding or is_intact(run)):
+            firsts[key] = run
     measured = {}
     if not all(run.decoding for run in firsts.values()):
         measured = latencies({key: run.folder for key, run in firsts.items() if is_intact(run)})
-    for name, milliseconds in measured.items():
-        firsts[name].decoding = milliseconds
+    for key, milliseconds in measured.items():
+        firsts[key].decoding = milliseconds
 
-    changed = [firsts[name] for name in measured]
+    changed = [firsts[key] for key in measured]
     texts = [run for run in judged if run.task == "text" and not run.lengths]
     with waiting("measuring longer contexts", len(texts)) as bar:
         for run in texts:

@@ -143,8 +143,8 @@ def import_tokenizer(folder: Path) -> Tokenizer:
         special_tokens = tokenizer.special_tokens
 
     # Without a BOS, an EOS separates documents: the one that the model calls BOS, if any.
-    eos_ids = special_ids(settings, "eos", vocabulary)
-    model_bos = special_ids(settings, "bos", vocabulary)
+    eos_ids = existing(special_ids(settings, "eos", vocabulary))
+    model_bos = existing(special_ids(settings, "bos", vocabulary))
     candidates = [*prefix, *(token for token in model_bos if token in eos_ids), *eos_ids]
     has_only_bos = len(prefix) <= 1 and is_in_front
     if not eos_ids or max(candidates) >= tokenizer.vocab_size or not has_only_bos:
@@ -366,6 +366,11 @@ def with_special_ids(kind: type, files: dict[str, bytes], ids: dict) -> Tokenize
     """Return a tokenizer with these ids added to its generation_config.json."""
     content = json.loads(files.get("generation_config.json", "{}")) | ids
     return kind(files | {"generation_config.json": json.dumps(content).encode()})
+
+
+def existing(ids: list) -> list[int]:
+    """Drop null and -1, which some configs have for a token that does not exist."""
+    return [token for token in ids if isinstance(token, int) and token >= 0]
 
 
 def special_ids(settings: dict, kind: str, vocabulary: dict[str, int]) -> list[int]:
