@@ -92,14 +92,19 @@ class TimeBudget:
         self.said_steps = bound  # last reported end of the run
         self.first_step: int | None = None  # steps after this one are timed
         self.compile_seconds = 0.0  # duration of the first step, if it compiles
-        self.last_time = clock.training()  # training time at the last step
+        self.last_time = 0.0  # training time at the last step
         # (step, seconds of training) of recent steps, over about a tenth of the limit.
         self.times: deque[tuple[int, float]] = deque()
+        self.start_timing()
 
     @property
     def is_open(self) -> bool:
         """Whether the number of steps has not been fitted yet."""
         return self.has_limit and not self.is_fitted
+
+    def start_timing(self) -> None:
+        """Time the first step from now on, without the time of earlier processes."""
+        self.last_time = self.clock.training()
 
     def mark_fitted(self) -> None:
         """Keep the number of steps fitted by an earlier process, regardless of the speed."""
@@ -154,7 +159,7 @@ class TimeBudget:
 
     def expected_end(self, progress: Progress) -> float:
         """Return the step at which the run is expected to end; infinite if unknown."""
-        if not self.is_open:
+        if not self.is_open or progress.is_finished:
             return progress.total_steps
         # Until steps are timed, `max_minutes` may end the run at any step.
         return progress.expected_steps if len(self.times) > 1 else math.inf

@@ -201,6 +201,7 @@ class Checkpointer:
         if self.settings.eval_tokens is None:
             progress.eval_tokens = state.eval_tokens
         self.clock.add_earlier(state.seconds)
+        self.budget.start_timing()
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 
         # Keep the number of steps, unless the user sets a different one. A new max_minutes does not

@@ -388,7 +388,7 @@ def describe_end(steps: float, minutes: float | None) -> str:
     if steps != math.inf:
         limits.append(f"{steps:,} steps")
     if minutes is not None:
-        limits.append(f"{minutes:g} minutes")
+        limits.append(f"{minutes:g} minute{'s' * (minutes != 1)}")
     return " or ".join(limits)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from run.distributed import DistEnv
+from train import take_step
 
 
 def simulate(
@@ -181,3 +182,16 @@ def test_time_is_reserved_for_the_planned_size_of_evaluations(run_of):
     run.progress.eval_tokens = 100_000  # every 500 steps, as long as 98 steps of 512 tokens
     planned = run.budget.count_steps_left(run.progress, step_seconds=0.05)
     assert planned == pytest.approx(estimated / (1 + 98 / 500), rel=0.03)
+
+
+def test_the_time_of_earlier_processes_is_not_the_time_of_a_step(run_of):
+    words = ("max_minutes=10", "steps=null", "max_epochs=4", "eval_tokens=512")
+    run = run_of(*words, folder="cut")
+    run.clock.add_earlier(120)  # a fifth of the limit; a step of a tenth would be enough to fit
+    take_step(run)
+    run.checkpointer.save(run.progress)
+    again = run_of(*words, "resume=true", folder="cut")
+    assert again.clock.total() > 120
+    take_step(again)
+    assert not again.budget.fit(again.progress)
+    assert again.budget.is_open
