@@ -26,8 +26,9 @@ COLUMNS = (
 FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
 model=124m is named after GPT-2, which has the same shape, a vocabulary of 50,257
-(data.vocab_size) and tied embeddings (model.tied=true). MFLOP/token is for training. KV bytes are for one sequence in bf16; in
-a decoding step, sparse attention reads only the bytes of the selected keys.
+(data.vocab_size) and tied embeddings (model.tied=true). MFLOP/token is for training. KV bytes are
+for one sequence in bf16; in a decoding step, sparse attention reads only the bytes of the selected
+keys.
 next: python train.py attention=NAME, with the same overrides"""
 
 

@@ -53,7 +53,9 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="compute the held-out loss with more context than in training",
     )
-    add_model_options(parser, "fp32; on a CUDA GPU, products are in lower precision")
+    add_model_options(
+        parser, "fp32; a CUDA GPU may multiply in lower precision (docs/evaluation.md)"
+    )
     add_batch_option(parser)
     parser.add_argument(
         "--context",

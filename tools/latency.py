@@ -28,8 +28,9 @@ greedy = partial(sample, temperature=0)
 def latencies(runs: dict[Hashable, Path]) -> Latencies:
     """Map each run's key to its median decoding times in ms at full context, by column title.
 
-    Contexts are at least MIN_CONTEXT. Models are loaded as in generate.py: they are not compiled, but captured as CUDA graphs on a
-    GPU. They take turns, so that a slowdown of the machine affects all of them.
+    Contexts are at least MIN_CONTEXT. Models are loaded as in generate.py: they are not compiled,
+    but captured as CUDA graphs on a GPU. They take turns, so that a slowdown of the machine affects
+    all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
     total = TURNS * len(runs) * len(ROWS)
