@@ -124,6 +124,7 @@ def train(run: setup.Run) -> int:
         run.log.close()
         say(f"step {progress.step} is saved. To continue: {folder.resume_command(run.run_dir)}")
         return run.signals.agreed
+    run.signals.finish()
     profiler.close()
     run.log.close()
     run.log.plot()

@@ -152,8 +152,8 @@ def compile_and_run(function: Callable[[], object], *, is_required: bool, option
 
     A failure may be caused by a broken file in the cache, so a second attempt uses an empty cache.
     With `is_required`, the last failure ends the process with exit code 2, and its message names
-    the `option` that turns compilation off. A signal ends the process without waiting for compiler
-    threads.
+    the `option` that turns compilation off. A signal raises HardExit, because an ordinary exit
+    would wait for compiler threads.
     """
     attempts = 2
     if "RANK" in os.environ:  # the other processes of the run would wait for a second attempt
@@ -163,8 +163,7 @@ def compile_and_run(function: Callable[[], object], *, is_required: bool, option
             with errors.report_errors():
                 return function()
         except SystemExit as exit_request:
-            sys.stderr.flush()
-            os._exit(exit_request.code)
+            raise errors.HardExit(exit_request.code) from None
         except RuntimeError as error:
             problem = compile_problem(error)
             if problem is None:

@@ -43,6 +43,10 @@ class IntegrityError(Exception):
     """A file on disk differs from the file that was written."""
 
 
+class HardExit(SystemExit):
+    """Ends the command, after all cleanup, without waiting for threads (distributed.hard_exit)."""
+
+
 class OverrideError(Exception):
     """The key of an override is unknown, or its value cannot be parsed."""
 

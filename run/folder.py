@@ -218,12 +218,19 @@ def has_same_origin(config: dict, init_from: str | None) -> bool:
 
 
 def runs_of(name: str) -> list[Path]:
-    """List the folders runs/name, runs/name-2 and so on that have a checkpoint, newest last."""
+    """List the folders runs/name, runs/name-2 and so on that have a checkpoint, newest last.
+
+    A folder runs/name-2 of a run whose own name is name-2 is left out.
+    """
     pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []
     for run in RUNS.glob("*"):
         if pattern.fullmatch(run.name) and has_checkpoint(run):
-            runs.append(run)
+            given_name = name
+            with suppress(IntegrityError):  # reported when the run is restored
+                given_name = newest_config(run).get("name", name)
+            if run.name == name or given_name == name:
+                runs.append(run)
     # Sort by length first, since a number with more digits is greater.
     return sorted(runs, key=lambda run: (len(run.name), run.name))
 

@@ -20,6 +20,7 @@ from run.errors import UNSUPPORTED, IntegrityError, naming
 from run.progress import warn_once
 
 SEAL_LENGTH = 65  # bytes of the last line of a manifest
+DISCONNECTED = {errno.ESTALE, errno.ENOTCONN}  # errors of a network disk that has disappeared
 
 
 @contextmanager
@@ -110,7 +111,8 @@ def acquire(lock: FileLock) -> bool:
 def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each file by name.
 
-    Raises IntegrityError, with this `fix`, if a file or the manifest has changed.
+    Raises IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a
+    network disk has disappeared, which says nothing about the files.
     """
     try:
         raw = safe_child(folder, "manifest.json").read_bytes()
@@ -124,6 +126,8 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
             if sha256_of(safe_child(folder, name)) != digest:
                 raise ValueError(f"damaged file {name}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in DISCONNECTED:
+            raise
         raise IntegrityError(f"{error} (in {folder}). fix: {fix}") from None
     return manifest["files"]
 

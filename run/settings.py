@@ -113,7 +113,7 @@ class Settings(BaseModel):
     tokens_per_parameter: PositiveFloat | None
     """training tokens per parameter, used if steps is null; null: no limit. 20 is compute-optimal (2203.15556)"""
     max_minutes: PositiveFloat | None
-    """time limit in minutes from process start; null: no limit"""
+    """time limit in minutes from process start, including earlier processes of a resumed run; null: no limit"""
     max_epochs: PositiveInt | None
     """passes over the text, if neither steps nor tokens_per_parameter is given; null: no limit. Up to 4 passes are nearly as good as new text (2305.16264)"""
     context: int = Field(ge=2)
@@ -121,7 +121,7 @@ class Settings(BaseModel):
     batch_tokens: PositiveInt
     """tokens per optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """maximum number of sequences per forward pass on one device; null: 8 on a CPU, the largest number that fits into memory on a GPU"""
+    """maximum number of sequences per forward pass on one device; null: up to 8 on a CPU, as many as fit into memory on a GPU, and always a divisor of the batch"""
     sharded: bool
     """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool

@@ -27,6 +27,7 @@ class Signals:
         self.received = 0  # the exit code requested by a signal to this process; 0 without one
         self.agreed = 0  # the exit code that all ranks have agreed on
         self.is_armed = False
+        self.is_finished = False
         self.previous_handlers = {}
 
     def __enter__(self) -> "Signals":
@@ -45,6 +46,11 @@ class Signals:
         """Let signals request a save, now that there is something to save."""
         self.is_armed = True
 
+    def finish(self) -> None:
+        """Let signals end the process at once again, now that the last step is saved."""
+        self.is_armed = False
+        self.is_finished = True
+
     def agree(self, ranks: DistEnv) -> int:
         """Agree on the exit code that a signal to any rank has requested; 0 without a signal.
 
@@ -60,7 +66,12 @@ class Signals:
                 "stopped before the first step finished: nothing is lost. fix: run the command "
                 "again"
             )
-            if is_repeated:
+            if self.is_finished:
+                problem = (
+                    "stopped after the last step, which is saved. fix: run the command again with "
+                    "resume=true to complete the logs"
+                )
+            elif is_repeated:
                 problem = (
                     "stopped immediately: the steps since the last checkpoint are lost. fix: run "
                     "the command again with resume=true"
@@ -70,5 +81,8 @@ class Signals:
         if self.received == 0:
             self.received = EXIT_CODES[number]
             # A closed terminal or pipe must not keep the run from saving.
+            message = "saving after this step"
+            if "RANK" not in os.environ:
+                message += "; a second Ctrl-C stops without saving"
             with suppress(OSError):
-                os.write(2, b"\nsaving after this step; a second Ctrl-C stops without saving\n")
+                os.write(2, f"\n{message}\n".encode())

@@ -111,6 +111,17 @@ class TimeBudget:
         self.is_fitted = True
         self.is_frozen = True
 
+    def check_time_left(self, progress: Progress) -> None:
+        """Raise ValueError if the earlier processes of an unfinished run have used up the limit."""
+        if self.is_open and not progress.is_finished and self.seconds_left() == 0:
+            minutes = self.clock.total() / 60
+            raise ValueError(
+                f"max_minutes={self.settings.max_minutes:g} includes the earlier processes of the "
+                f"run, which took {minutes:.1f} minutes. fix: "
+                f"max_minutes={math.ceil(minutes + self.settings.max_minutes)}, or steps=N, or "
+                "max_minutes=null"
+            )
+
     def fit(self, progress: Progress) -> bool:
         """Re-estimate how many steps fit into `max_minutes`, and update their number if needed.
 
@@ -171,8 +182,9 @@ class TimeBudget:
     def is_outdated(self, progress: Progress, steps: int) -> bool:
         """Return whether the run should end at `steps` instead of the previously fitted step.
 
-        True if the number changes by more than TOLERANCE and the next check would be too late for
-        the new schedule or the new end, unless the learning rate would rise.
+        True if all of these hold: the number changes by more than TOLERANCE; at the next check, it
+        would be too late, because the two schedules already differ or one of the two ends has
+        passed; and the new schedule does not raise the learning rate.
         """
         difference = abs(steps - progress.total_steps)
         next_check = progress.step + self.check_interval(progress)

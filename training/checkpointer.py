@@ -51,8 +51,8 @@ class SavedState(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     step: NonNegativeInt
-    steps: int | float  # the last step; infinite until fitted to max_minutes
-    expected_steps: int | float  # the number of steps for which the learning rates are computed
+    steps: int | float  # Progress.total_steps
+    expected_steps: int | float  # Progress.expected_steps
     is_fitted: bool  # whether `steps` is fitted to max_minutes
     seconds: float  # since the run began, excluding the time between its processes
     optimizer: dict[str, dict[str, Any]]  # by parameter name
@@ -204,8 +204,8 @@ class Checkpointer:
         self.budget.start_timing()
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
 
-        # Keep the number of steps, unless the user sets a different one. A new max_minutes does not
-        # refit it, because the schedule was planned for the old one.
+        # A fitted number of steps is kept, even if max_minutes changes, unless the user changes the
+        # limit by steps, tokens or passes. A run that is not fitted yet obeys the new max_minutes.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -215,6 +215,8 @@ class Checkpointer:
             progress.expected_steps = state.expected_steps
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
+        with errors.user_input():
+            self.budget.check_time_left(progress)
 
         # Truncate the log to the checkpoint's step, unless the log of a finished run is complete.
         if progress.is_finished:

@@ -113,10 +113,14 @@ class Logger:
         self.resume_point = {**self.sizes, "wandb": self.wandb_id}
 
     def advance(self, progress: Progress, total: float) -> None:
-        """Advance the progress bar of a run of `total` steps, at most once a second."""
+        """Advance the progress bar of a run of `total` steps, at most once a second.
+
+        If `total` is infinite because `max_minutes` may end the run at any step, the bar shows the
+        `steps` of the settings.
+        """
         if self.bar is not None:
             self.bar.n = progress.step
-            self.bar.total = None if total == math.inf else total
+            self.bar.total = self.settings.steps if total == math.inf else total
             self.bar.update(0)
 
     def report(

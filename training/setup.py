@@ -411,5 +411,6 @@ def summary(run: Run) -> str:
     held_out = run.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:
         text += f"\nevaluates on all {held_out:,} held-out tokens, because eval_tokens is larger"
-    steps = None if total_steps == math.inf else total_steps
-    return f"{text}\n{trainer.describe_rates(steps)}"
+    # After resuming, the rates may be scaled for another number of steps than the run's last step.
+    steps = run.progress.expected_steps
+    return f"{text}\n{trainer.describe_rates(None if steps == math.inf else steps)}"

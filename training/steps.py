@@ -12,8 +12,12 @@ class Progress:
     """The position of a run, in optimizer steps."""
 
     step: int = 0  # number of completed steps
-    total_steps: float = math.inf  # the last step; infinite until fitted to max_minutes
-    expected_steps: float = math.inf  # estimated, or first fitted: sets the learning rates
+    # The last step: the limit by steps, tokens or passes (infinite without one), until the number
+    # of steps is fitted to max_minutes.
+    total_steps: float = math.inf
+    # The number of steps that scales the learning rates: an estimate until the first fit, then the
+    # number that was fitted first.
+    expected_steps: float = math.inf
     first_step: int = 0  # step at which this process began
     saved_step: int = 0  # step of the newest checkpoint
     is_complete: bool = False  # whether an earlier process has finished the run, and its log

@@ -8,12 +8,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from run import compilation
-from tests.conftest import LONG, ROOT, TINY, weights
+from run import compilation, errors, folder
+from run.distributed import DistEnv
+from tests.conftest import LONG, ROOT, TINY, settings_of, weights
 from train import take_step
 
 COMPILING = """
@@ -118,6 +120,35 @@ def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilatio
     assert all(library.stat().st_size > 0 for library in aside.rglob("*.so"))
 
 
+HARD_EXIT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import threading, time
+from run import distributed, errors
+
+threading.Thread(target=time.sleep, args=(1000,)).start()
+with distributed.hard_exit(is_needed=False):
+    try:
+        raise errors.HardExit(130)
+    finally:
+        print("cleaned up")
+"""
+
+
+def test_an_interrupted_compilation_cleans_up_and_does_not_wait_for_threads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new_run = folder.open_run_dir(settings_of(), DistEnv(0, 1, torch.device("cpu")))
+    with pytest.raises(errors.HardExit), new_run as run_dir:
+        assert run_dir.exists()
+        interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+        compilation.compile_and_run(interrupted, is_required=True, option="compile=false")
+    assert not run_dir.exists()
+
+    command = [sys.executable, "-c", HARD_EXIT, str(ROOT)]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LONG)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned up\n", "")
+
+
 @pytest.mark.long
 @compiles
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
@@ -132,6 +163,7 @@ def test_a_signal_during_compilation_ends_the_run_and_does_not_affect_later_runs
     told = interrupt(training, cache, "main.so", number)
     assert training.returncode == code, told
     assert "Traceback" not in told and told.count("error: ") == 1
+    assert not [*tmp_path.glob("runs/*")]
     again = start(cache, *command)
     told = again.communicate(timeout=LONG)[1]
     assert again.returncode == 0, told

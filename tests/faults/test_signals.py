@@ -18,6 +18,7 @@ from tests.conftest import LONG, ROOT, TINY
 from tests.faults.harness import finish, forked, source, start, wait_for
 from tests.run.forks import ranks
 from training import evaluation, trainer
+from training.logger import Logger
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
@@ -103,6 +104,29 @@ def test_a_repeated_signal_saves_a_run_only_once(job, whole):
         forked(job, sending(signal.SIGTERM, (trainer.Trainer, "accumulate"), 3, again=True)) == 75
     )
     assert job.checkpoints[-1].name == "step-00000003"
+
+
+def test_a_signal_after_the_last_step_ends_a_run_immediately(job, whole, capfd):
+    job.fresh()
+    assert forked(job, sending(signal.SIGINT, (Logger, "plot"), 1)) == CODES[signal.SIGINT]
+    told = capfd.readouterr().err
+    assert "stopped after the last step, which is saved" in told and "saving" not in told
+    assert forked(job) == 0 and job.curve() == whole.curve()
+
+
+def test_only_a_single_process_announces_a_second_ctrl_c(monkeypatch, capfd):
+    for rank, is_told in ((None, True), ("0", False)):
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        with Signals() as signals:
+            signals.arm()
+            os.kill(os.getpid(), signal.SIGINT)
+        told = capfd.readouterr().err
+        assert "saving after this step" in told and ("second Ctrl-C" in told) == is_told
+    for number in CODES:  # under torchrun, the handlers stay
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 WAITING = {

@@ -1,5 +1,6 @@
 """Loading and retention of checkpoints, and states that must never be saved."""
 
+import errno
 import math
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -8,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from run import checkpoint, errors
+from run import checkpoint, errors, sealed
 from run.checkpoint import load_model
 from run.errors import IntegrityError
 from run.folder import changes_since, newest_config
@@ -77,6 +78,16 @@ def test_two_checkpoints_are_kept_and_the_newest_intact_checkpoint_is_loaded(run
     with pytest.raises(IntegrityError, match="all checkpoints are damaged"):
         checkpoint.newest_checkpoint(run.run_dir)
     assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
+
+
+def test_a_disconnected_network_disk_is_not_reported_as_damage(run_of, monkeypatch):
+    run = run_of()
+    take_step(run)
+    run.checkpointer.save(run.progress)
+    disconnected = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(sealed, "sha256_of", Mock(side_effect=disconnected))
+    with pytest.raises(OSError, match="Stale"):
+        checkpoint.newest_checkpoint(run.run_dir)
 
 
 def test_weights_that_do_not_match_the_model_are_refused(run_of):

@@ -234,10 +234,13 @@ def test_run_folders_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatc
             return str(run)
 
     assert [claimed(fresh) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
-    for name, seed in (("a", 0), ("a-2", 0), ("a-3", 1), ("a-b", 0)):
+    # The name of a-4 is a-4, so it is not the fourth run with the name a.
+    for name, seed in (("a", 0), ("a-2", 0), ("a-3", 1), ("a-b", 0), ("a-4", 0)):
         step = tmp_path / f"runs/{name}/checkpoints/step-00000001"
         step.mkdir(parents=True)
         config = again.model_dump() | {"seed": seed, "text": ""}
+        if name == "a-4":
+            config["name"] = name
         (step / "config.json").write_text(json.dumps(config), encoding="utf-8")
     # The newest run with the same settings, or else the newest run.
     assert claimed(again) == "runs/a-2"

@@ -195,3 +195,16 @@ def test_the_time_of_earlier_processes_is_not_the_time_of_a_step(run_of):
     take_step(again)
     assert not again.budget.fit(again.progress)
     assert again.budget.is_open
+
+
+def test_a_limit_that_earlier_processes_have_used_up_is_refused(run_of, capsys):
+    """Otherwise, the run would end after a few steps near the peak learning rate."""
+    run = run_of("max_minutes=null", folder="long")
+    run.clock.add_earlier(1800)
+    take_step(run)
+    run.checkpointer.save(run.progress)
+    run_of("max_minutes=40", "resume=true", folder="long")
+    with pytest.raises(SystemExit) as end:
+        run_of("max_minutes=5", "resume=true", folder="long")
+    assert end.value.code == 2
+    assert "which took 30.0 minutes. fix: max_minutes=36, or steps=N" in capsys.readouterr().err
