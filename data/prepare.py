@@ -236,9 +236,12 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             is_first = part.is_last
         validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
+        fix = "add documents"
+        if held_out_bytes == 0 and hasattr(source, "holdout"):
+            fix = f"use more text, or a data.holdout below {source.holdout}"
         raise ValueError(
             f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
-            "bytes). fix: add documents"
+            f"bytes). fix: {fix}"
         )
     if changes:
         say(

@@ -85,6 +85,8 @@ class Pretokenized(Source):
                 count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
                 validation = train[-1][-count:]
                 train[-1] = train[-1][:-count]
+                if len(train[-1]) == 0 and len(train) > 1:
+                    train.pop()
             identity = self.identity()
         return Corpus(
             train=train, validation=validation, tokenizer=self.ids_of, sha256=text_hash(identity)

@@ -6,7 +6,7 @@ import re
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -44,6 +44,25 @@ GENERATED = re.compile(
 )
 HEADER_LINES = 10
 COPIED_LINE = 20  # characters; shorter lines do not count as copied
+
+
+def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield held-out parts until they have more than MAX_VALIDATION_BYTES; the rest is not used."""
+    num_bytes = 0
+    for part in parts:
+        num_bytes += len(part.text.encode())
+        is_full = num_bytes > MAX_VALIDATION_BYTES
+        yield part._replace(is_held_out=True, is_last=part.is_last or is_full)
+        if is_full:
+            return
+
+
+def check_holdout(holdout: int) -> None:
+    """Raise ValueError if `holdout` leaves no text for training."""
+    if holdout < 2:
+        raise ValueError(
+            f"no text is left for training (data.holdout={holdout}). fix: set it to 2 or more"
+        )
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
@@ -160,11 +179,7 @@ class Text(Source):
     holdout: int
 
     def __post_init__(self):
-        if self.holdout < 2:
-            raise ValueError(
-                f"no text is left for training (data.holdout={self.holdout}). fix: set it to 2 or "
-                "more"
-            )
+        check_holdout(self.holdout)
         if self.separator != self.separator.strip():
             raise ValueError(
                 "no line can match the separator, because whitespace around lines is ignored "
@@ -201,8 +216,7 @@ class Text(Source):
     def parts(self) -> Iterator[Part]:
         # Hold out files by their names.
         if self.files.validation:
-            for part in self.read(self.files.validation):
-                yield part._replace(is_held_out=True)
+            yield from enough_held_out(self.read(self.files.validation))
             yield from self.read(self.files.train)
             return
 
@@ -252,6 +266,10 @@ class Text(Source):
         return read_parts(files, self.text_field, self.separator)
 
 
+class NoText(Exception):
+    """A row of a dataset has no text."""
+
+
 @dataclass(kw_only=True)
 class Hub(Source):
     """A public dataset on the Hugging Face Hub, read with `datasets`.
@@ -273,6 +291,9 @@ class Hub(Source):
     tokens: int | None
     holdout: int
 
+    def __post_init__(self):
+        check_holdout(self.holdout)
+
     def unused_keys(self) -> dict[str, str]:
         if self.validation is None:
             return {}
@@ -280,8 +301,7 @@ class Hub(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:
-            for text in self.texts(self.validation):
-                yield Part(text, is_held_out=True)
+            yield from enough_held_out(map(Part, self.texts(self.validation)))
         for text in self.texts(self.train):
             yield Part(text, self.validation is None and is_held_out(text, self.holdout))
 
@@ -299,12 +319,20 @@ class Hub(Source):
                 streaming=self.tokens is not None,
             )
             for row in rows:
-                text = row[self.text_field]
+                text = row.get(self.text_field)
+                if not isinstance(text, str):
+                    raise NoText
                 begins_document = self.starts is None or re.match(self.starts, text) is not None
                 if parts and begins_document:
                     yield "".join(parts)
                     parts = []
                 parts.append(text)
+        except NoText:
+            fields = [name for name, value in row.items() if isinstance(value, str)]
+            raise ValueError(
+                f"a row has no text in the field {self.text_field!r} ({self.repo}; fields with "
+                f"text: {', '.join(fields) or 'none'}). fix: set data.text_field"
+            ) from None
         # The hub's client libraries raise many types of errors, with multi-line messages.
         except Exception as error:
             first_line, _, _ = str(error).partition("\n")

@@ -164,6 +164,11 @@ class Recall(Task):
             raise ValueError(
                 f"data.pairs has duplicates (got {self.pairs}). fix: leave data.pairs out"
             )
+        if min(self.pairs, default=0) < 1:
+            raise ValueError(
+                f"each row needs at least one pair (data.pairs={self.pairs}). fix: leave "
+                "data.pairs out"
+            )
         super().__post_init__()
 
     @property

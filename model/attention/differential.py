@@ -25,9 +25,14 @@ class DifferentialAttention(SoftmaxAttention):
     def __init__(self, spec: LayerSpec, **knobs):
         super().__init__(spec, **knobs)
         if self.kv_heads % 2:
+            fix = "attention.kv_heads=2"
+            if spec.heads % 2:
+                fix = f"model.heads={spec.heads + 1} attention.kv_heads={spec.heads + 1}"
+                if self.head_dim == spec.dim // spec.heads:
+                    fix += f" model.dim={(spec.heads + 1) * self.head_dim}"
             raise ValueError(
                 f"kv_heads must be even, because heads come in pairs (heads={spec.heads} "
-                f"kv_heads={self.kv_heads}). fix: attention.kv_heads=2"
+                f"kv_heads={self.kv_heads}). fix: {fix}"
             )
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
         head_dim = self.head_dim

@@ -29,7 +29,7 @@ class Retention(RecurrentAttention):
         if dim % heads or head_dim % 2:
             raise ValueError(
                 f"RoPE rotates pairs, so dim / heads must be an even integer ({dim=} {heads=}). "
-                "fix: model.heads=4"
+                f"fix: model.dim={2 * heads * (head_dim // 2 + 1)}"
             )
         super().__init__(heads, head_dim, expansion * head_dim, chunk)
         self.norm_eps = spec.norm_eps

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet, table
 
+from data import sources
+from data.files import Part
 from data.prepare import prepare
 from data.sources import Hub
 from tests.faults.harness import documents_of
@@ -68,7 +70,41 @@ def test_rows_are_joined_into_documents(repo):
     assert texts == ["".join(STORIES[i : i + 10]) for i in range(0, 300, 10)]
 
 
-@pytest.mark.parametrize("knobs", [{"text_field": "body"}, {"train": "absent"}, {"repo": "absent"}])
+def test_a_row_without_text_is_refused_with_the_fields_that_have_text(repo):
+    with pytest.raises(ValueError, match=r"in the field 'body' .*with text: text\). fix: set data"):
+        next(hub(repo, text_field="body").texts("train"))
+
+
+@pytest.mark.parametrize("holdout", [0, 1])
+def test_a_holdout_without_training_text_is_refused(repo, holdout):
+    with pytest.raises(ValueError, match=r"data\.holdout=[01]\)\. fix: set it to 2 or more"):
+        hub(repo, holdout=holdout)
+
+
+def test_the_error_for_too_little_text_names_the_holdout(repo, tmp_path):
+    with pytest.raises(ValueError, match=r"no held-out text .*fix: use more text, or a data.hold"):
+        prepare(hub(repo, validation=None, holdout=10**9), tmp_path / "cache")
+
+
+def test_held_out_text_beyond_the_limit_is_not_read(repo, monkeypatch):
+    read = []
+
+    def texts(self, split):
+        for number in range(4 if split == "validation" else 1):
+            read.append((split, number))
+            yield "x" * 900
+
+    monkeypatch.setattr(Hub, "texts", texts)
+    monkeypatch.setattr(sources, "MAX_VALIDATION_BYTES", 1000)
+    parts = [(part.is_held_out, part.is_last) for part in hub(repo).parts()]
+    assert parts == [(True, True), (True, True), (False, True)]
+    assert read == [("validation", 0), ("validation", 1), ("train", 0)]
+    # A long document ends with the part that exceeds the limit.
+    long = [Part("x" * 600, is_last=False)] * 4
+    assert [part.is_last for part in sources.enough_held_out(long)] == [False, True]
+
+
+@pytest.mark.parametrize("knobs", [{"train": "absent"}, {"repo": "absent"}])
 def test_a_missing_dataset_is_refused_with_a_one_line_error(repo, tmp_path, knobs):
     source = hub(tmp_path / "absent") if "repo" in knobs else hub(repo, **knobs)
     with pytest.raises(ValueError, match=r"(?s)^cannot read the dataset .*fix: ") as error:

@@ -117,6 +117,12 @@ CONFIGS = {
     "model=124": (1, "fix: model=124m"),
     "steps=[10,20]": (1, "fix: python -m tools.compare name=test steps=10,20"),
     "steps=10,20 lr=1e-3": (1, "fix: python -m tools.compare name=test steps=10,20 optimizer="),
+    "data=recall data.pairs=[0,4]": (2, "each row needs at least one pair (data.pairs=[0, 4])"),
+    "attention=retention model.dim=100 model.heads=4": (2, "fix: model.dim=104"),
+    "attention=differential model.heads=3 model.dim=96 attention.kv_heads=1": (
+        2,
+        "fix: model.heads=4 attention.kv_heads=4 model.dim=128",
+    ),
     "data=recall data.pairs=[4,4]": (2, "data.pairs has duplicates (got [4, 4])"),
     "data=text data.path=my/texts data.separator=it's": (1, """fix: 'data.separator="it'"'"'s"'"""),
     "data=text data.path=my/texts data.text_field=7": (2, """fix: 'data.text_field="7"'"""),
