@@ -72,11 +72,11 @@ class Engine:
                 for row in changed:
                     self.prefill(row, [active[row]])
 
-            # On a GPU, launch the next step before the host waits for this step's tokens, so that
-            # the two overlap; the event marks the end of this step. A row whose sequence has ended
-            # or fills the cache may take one step too many. The cache entry and the sample of this
-            # step do not matter, because such a row is prefilled before it is read.
-            # Other devices have no such event, so their copy waits.
+            # On a GPU, launch the next step before the host waits for the current step's tokens, so
+            # that the two overlap; the event marks the end of the current step. A row whose
+            # sequence has ended or fills the cache may thus take one step too many. What that step
+            # stores and samples is never read, because the row is prefilled first. Other devices
+            # have no such event, so their copy waits.
             is_cuda = self.state.tokens.is_cuda
             host_tokens = self.state.tokens.to("cpu", non_blocking=is_cuda, copy=True)
             copied = None
@@ -253,10 +253,11 @@ class Engine:
     def compile(self) -> None:
         """Compile the decode step of an engine with a cache, and empty the cache.
 
-        One compiled graph serves all cache lengths. On a CPU, the number of slots that it reads is
-        a dynamic size. On CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which
-        reads all slots. The CUDA graph reads and writes the cache and the state at recorded
-        addresses; prefill writes to the same addresses between two steps, in stream order.
+        One compiled graph serves all cache lengths, or two if a sparse layer selects fewer keys
+        than the cache holds. On a CPU, the number of slots that it reads is a dynamic size. On
+        CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which reads all slots.
+        The CUDA graph reads and writes the cache and the state at recorded addresses; prefill
+        writes to the same addresses between two steps, in stream order.
         """
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
@@ -276,6 +277,13 @@ class Engine:
         else:
             self.read_slots(1)
         self.run_compiled(compiled)
+        # A sparse layer selects keys only if more slots are filled, which takes a second graph.
+        num_chosen = 0
+        for block in self.model.blocks:
+            num_chosen = max(num_chosen, getattr(block.attention, "num_chosen", 0))
+        if not is_cuda and self.filled.capacity <= num_chosen < self.cache.capacity:
+            self.read_slots(num_chosen + 1)
+            self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
 
@@ -286,8 +294,9 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            # Only the size of a tensor can be dynamic from the first call on. With a small cache,
-            # the size never changes.
+            # The number of slots is the length of an empty tensor, because only the size of a
+            # tensor can be dynamic from the first call on: an int would first be compiled as a
+            # constant. If even one token needs all slots of a small cache, the size never changes.
             slots = torch.empty(self.filled.capacity)
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)

@@ -112,8 +112,8 @@ def compile_matvec(library: Path, compiler: str) -> None:
 def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Replace, in place, a model's linear layers and head with faster layers for inference only.
 
-    Layers with the same input become one layer. A tied model gets a separate head. On a CPU without
-    the kernel, layers that are not quantized are left unchanged.
+    The layers named in `fused_projections` become one layer. A tied model gets a separate head. On
+    a CPU without the kernel, layers that are not quantized are left unchanged.
     """
     is_cpu = model.embed.weight.device.type == "cpu"
     if is_cpu and not int8 and not hasattr(torch.ops.attend, "matvec"):

@@ -47,9 +47,11 @@ def sample(
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # Drop a token if the tokens before it have a total probability above top_p.
+        # Drop a token if the tokens before it already have a total probability of top_p; always
+        # keep the first token.
         probability_before = probability.cumsum(dim=-1) - probability
-        probability = probability.masked_fill(probability_before > top_p, 0.0)
+        is_dropped = (probability_before >= top_p) & (probability_before > 0)
+        probability = probability.masked_fill(is_dropped, 0.0)
     if min_p > 0:
         threshold = min_p * probability.amax(dim=-1, keepdim=True)
         probability = probability.masked_fill(probability < threshold, 0.0)

@@ -20,7 +20,7 @@ def generate_text(
     prompts: str | list[str],
     *,
     max_new_tokens: int = 200,
-    stop_texts: Iterable[str] = (),
+    stop_texts: str | Iterable[str] = (),
     seed: int = 0,
     batch_size: int = 8,
     **options: float,
@@ -52,7 +52,7 @@ def stream_text(
     prompts: str | list[str],
     *,
     max_new_tokens: int = 200,
-    stop_texts: Iterable[str] = (),
+    stop_texts: str | Iterable[str] = (),
     seed: int = 0,
     batch_size: int = 8,
     **options: float,
@@ -72,11 +72,15 @@ def stream_text(
 
 
 def detokenize(
-    generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: Iterable[str]
+    generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: str | Iterable[str]
 ) -> Iterator["StreamingText"]:
     """Yield a sequence's text whenever it has a new token; finish the sequence at a stop text."""
     texts = {}
+    if isinstance(stop_texts, str):
+        stop_texts = [stop_texts]
     stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
+    if "" in stop_texts:
+        raise ValueError("a stop text is empty. fix: leave it out")
     for sequence in generated:
         if sequence not in texts:
             texts[sequence] = StreamingText(sequence, tokenizer, stop_texts)

@@ -15,7 +15,8 @@ def build_model(
 
     `dtype` applies to parameters; buffers keep their own dtypes, as under autocast. If `seed` is
     None, parameters are left uninitialized, and the caller must load or sample them. On the meta
-    device, a model has only shapes. Raises ValueError for an invalid config.
+    device, a model has only shapes. Raises ValueError for an invalid config, and TypeError for an
+    unknown or missing argument.
     """
     device = torch.device(device)
     model = instantiate_model(tree, device, dtype)

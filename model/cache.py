@@ -105,7 +105,8 @@ class LayerCache:
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
             # Each position has its own slot, so the row was empty, as when a prompt is prefilled
-            # into a view of exactly its size (`truncated`). Attend directly to the new tokens.
+            # into a view of exactly its size (`truncated`), or the size is 1, and a token sees only
+            # itself. Attend directly to the new tokens.
             return new, ctx.visible(self.window, self.chunk)
         return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
 

@@ -33,6 +33,7 @@ from run.sharding import shard_like
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
+LISTED_RUNS = 3  # most runs that the error for a wrong path lists
 # Exceptions that can be raised while untrusted content is parsed, or while a model is built from
 # it. Any other exception is a bug in this program.
 UNREADABLE = (
@@ -182,13 +183,14 @@ def unsaved_run(config: Path) -> ValueError:
 def fix_for_path(path: Path, option: str) -> str:
     """Return the fix for a path that is not a run: `option` and the run that was probably meant.
 
-    If no run is close to the path, the fix is a command that trains or imports a model.
+    If no run is close to the path, the fix lists the newest runs, or is a command that trains or
+    imports a model.
     """
     # A file or folder inside a run, or a mistyped path.
     run = holding_run(path)
+    saved = {folder.parents[1] for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")}
     if run is None:
-        names = [folder.parents[1].name for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")]
-        nearest = suggest(path.name, names)
+        nearest = suggest(path.name, [folder.name for folder in saved])
         run = nearest and Path("runs", nearest)
     if run is not None:
         return f"{option}{shlex.quote(str(run))}"
@@ -199,6 +201,11 @@ def fix_for_path(path: Path, option: str) -> str:
         name = f"models/{folder.resolve().name}"
         call = shlex.join(["python", "-m", "tools.import_hf", str(folder), "--out", name])
         return f"{call}; then {option}{shlex.quote(name)}"
+
+    if saved:
+        newest = sorted(saved, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
+        names = [shlex.quote(str(folder)) for folder in newest[:LISTED_RUNS]]
+        return f"choose a run: {option}{f' or {option}'.join(names)}"
     return (
         "python train.py, or for a Hugging Face model python -m tools.import_hf FOLDER --out NAME"
     )

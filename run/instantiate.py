@@ -96,9 +96,14 @@ def resolve_target(path: str, package: str) -> Callable:
         is_callable = inspect.isclass(target) or inspect.isfunction(target)
         if is_callable and target.__module__ == module:
             return target
+    fix = f"leave it out, or _target_={package}.FILE.NAME"
+    file = f"{module.replace('.', '/')}.py"
+    if module in known_modules:
+        fix = f"define {name} in {file}, or correct _target_"
+    elif module.startswith(f"{package}."):
+        fix = f"create {file}, which defines {name}, or correct _target_"
     raise ValueError(
-        f"_target_ must be a class or function defined in {package}/ (got {path!r}). "
-        f"fix: leave it out, or _target_={package}.FILE.NAME"
+        f"_target_ must be a class or function defined in {package}/ (got {path!r}). fix: {fix}"
     )
 
 

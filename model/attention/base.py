@@ -26,7 +26,7 @@ class LayerSpec:
     context: int  # length of the longest training sequence, in tokens
     layer: int  # index of this layer, from 0
     depth: int  # number of layers
-    norm_eps: float  # added to the mean square in every norm
+    norm_eps: float  # eps of the norms, except those of the latent vectors of MLA
 
 
 class Attention(nn.Module, ABC):
@@ -36,8 +36,8 @@ class Attention(nn.Module, ABC):
     It defines its own projections, positions, masks and cache.
     Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
     `losses` names the auxiliary losses that its `forward` adds to `carry` with `add_loss`.
-    Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when the
-    model is cast, so cast values computed from them (`type_as`).
+    Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when a
+    model is built or loaded in another dtype, so cast values computed from them (`type_as`).
     """
 
     losses: tuple[str, ...] = ()

@@ -23,9 +23,18 @@ class SharedAttention(SoftmaxAttention):
         super().__init__(spec, **knobs)
         self.layer = spec.layer
         if share == "pairs":
-            self.reuses_kv = spec.layer % 2 == 1
+            self.first_layer = spec.layer - spec.layer % 2  # the layer whose keys it attends to
         else:
-            self.reuses_kv = spec.layer > spec.depth // 2
+            self.first_layer = min(spec.layer, spec.depth // 2)
+        self.reuses_kv = self.layer != self.first_layer
+        # Options of the mask and the rotation, which must equal those of the first layer.
+        self.shared_options = {
+            "window": self.window,
+            "chunk": self.chunk,
+            "rope_base": self.rope_base,
+            "rotary_dim": self.rotary_dim,
+            "rope_scaling": self.rope_scaling,
+        }
         if self.reuses_kv:
             self.k_proj = None
             self.v_proj = None
@@ -37,12 +46,19 @@ class SharedAttention(SoftmaxAttention):
         """x (B, T, D) -> (B, T, D)"""
         if self.reuses_kv:
             q = self.project_q(x, ctx)
-            kv, visible = take(carry, "kv", self.layer)
+            kv, visible, options = take(carry, f"kv of layer {self.first_layer}", self.layer)
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
+            if options != self.shared_options:
+                raise ValueError(
+                    "layers that share keys must have the same window, chunk and RoPE (layer "
+                    f"{self.layer}: {self.shared_options}, layer {self.first_layer}: {options}). "
+                    "fix: use the same options in these layers"
+                )
         else:
             q, k, v = self.project_qkv(x, ctx)
             kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
-            carry = carry | {"kv": (kv, visible)}
+            entry = (kv, visible, self.shared_options)
+            carry = carry | {f"kv of layer {self.layer}": entry}
         y = self.attend(q, kv["k"], kv["v"], visible)
         return self.project_out(y, x), carry
 

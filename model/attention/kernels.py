@@ -120,6 +120,8 @@ def attend_block(
 ) -> Tensor:
     """Compute attention with an explicit softmax, normalized only after the product with v.
 
+    In fp16, it is normalized before the product.
+
     `first` is the index of the block's first query among all T queries, for the bias.
     The backward uses the saved exponentials, in the dtype of v, instead of fp32 scores.
     """
@@ -143,6 +145,10 @@ def attend_block(
         total = (sink - highest).exp()
     weights = Exponential.apply(scores - highest, v.dtype)
     total = total + fp32(weights).sum(dim=-1, keepdim=True)
+    if v.dtype == torch.float16:
+        # The product of unnormalized weights and values may exceed the range of fp16.
+        weights = (weights / total).type_as(v)
+        return matmul(F.dropout(weights, options.dropout), v)
     y = matmul(F.dropout(weights, options.dropout), v)
     return (y / total).type_as(v)
 
@@ -178,8 +184,8 @@ def flex_attention_kernel(
     """Compute attention with FlexAttention, which skips blocks without a visible key. 2412.05496.
 
     Given the `rule` that the mask was computed from, the kernel evaluates the rule instead of
-    reading the mask, so compiled code stores no mask. It supports neither dropout nor a token bias
-    combined with a soft-cap.
+    reading the mask, so a model that is compiled as a whole stores no mask. It supports neither
+    dropout nor a token bias combined with a soft-cap.
     """
     if options.token_bias is not None:
         # A `score_mod` that reads tensors with gradients would accumulate the gradients one score
@@ -204,7 +210,8 @@ def flex_attention_kernel(
         # Inductor stores the result of `as_strided`. Otherwise it would compute the mask inside the
         # attention kernel, from other tensors, and fail if the layout of one is not fixed yet.
         mask = mask.as_strided(mask.shape, mask.stride())
-        # A literal 0 among the indices of mask_mod would be copied to the GPU.
+        # Let mask_mod index the mask by row and head. A literal index 0, for an axis of size 1,
+        # would be copied to the GPU.
         mask = mask.expand(*q.shape[:2], -1, -1)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -338,9 +345,10 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
     the three parts of the query's bias, three copies of BIAS_UNIT and padding; the new columns of k
     are three copies of BIAS_UNIT, the three parts of the key's bias and padding.
     """
-    # Without a sink, a query's bias does not change the softmax, so its gradient is 0 except for
-    # rounding errors. These cancel some errors of the key's gradient, so that the sum of both is
-    # more accurate.
+    # Without a sink, a query's bias does not change the softmax, so its exact gradient is 0. Its
+    # computed gradient consists of rounding errors, which partly cancel those of the key's
+    # gradient. Both biases are computed from the same gates, so this gradient makes the gradient of
+    # the gates more accurate.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
     key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)

@@ -146,6 +146,13 @@ def test_the_error_for_a_wrong_path_suggests_the_nearest_run(drawn_run, path):
     assert checkpoint.find_model(NO_RUNS[path]).parent.parent == drawn_run
 
 
+def test_the_error_for_an_unknown_run_lists_the_newest_runs(drawn_run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LISTED_RUNS", 1)
+    with pytest.raises(ValueError, match=r"\. fix: choose a run: --run runs/drawn$"):
+        checkpoint.find_model("something")
+    assert checkpoint.fix_for_path(Path("something"), "init_from=").endswith("init_from=runs/drawn")
+
+
 def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
     """The prompt is on standard error, on a separate line if standard output is redirected."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -211,6 +218,11 @@ def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run)
     assert [text + "\n" for text in texts] == bodies(printed) and texts != other
     assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
+    # A string is one stop text.
+    same = generate_text(model, tokenizer, prompts, stop_texts=" @ @", temperature=0)
+    assert same == generate_text(model, tokenizer, prompts, temperature=0)
+    with pytest.raises(ValueError, match="a stop text is empty"):
+        generate_text(model, tokenizer, prompts, stop_texts=["a", ""])
 
 
 def test_stream_text_yields_after_every_token(drawn_run):

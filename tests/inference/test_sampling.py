@@ -69,6 +69,13 @@ def test_samples_follow_the_specified_distribution(knobs, kept):
     assert got[wanted == 0].sum() == 0
 
 
+def test_top_p_keeps_the_smallest_set_with_this_probability():
+    """Two of four equal tokens have a total probability of exactly 0.5."""
+    seeds = torch.arange(1000)
+    tokens = sample(torch.zeros(1000, 4), seeds, torch.zeros_like(seeds), top_p=0.5)
+    assert len(tokens.unique()) == 2
+
+
 @pytest.mark.parametrize("temperature", [0, 1e-45])
 def test_temperature_zero_is_greedy(temperature):
     assert draws(LOGITS, temperature=temperature).tolist() == [0]
@@ -240,6 +247,18 @@ def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
             pass
         texts.append([sequence.tokens for sequence in sequences])
     assert texts[0] == texts[1]
+
+
+def test_a_sparse_layer_compiles_both_graphs_before_decoding(monkeypatch):
+    compile_without_inductor(monkeypatch, "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    tree = tree_of("dsa", "model.depth=1", "context=1024")
+    tree["attention"]["topk"] = 300  # more than the slots of the first graph
+    model = redraw(instantiate(tree)).double().eval()
+    engine = Engine(model, greedy, model.new_cache(1, 1024, torch.float64, "cpu"))
+    engine.compile()
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_compiled_step_on_a_cpu_uses_the_cpp_wrapper(monkeypatch):

@@ -51,6 +51,13 @@ def test_hostile_targets_are_refused(target):
         instantiate({"_target_": target})
 
 
+def test_the_error_for_a_missing_variant_names_its_file():
+    with pytest.raises(ValueError, match=r"fix: create model/attention/mine.py, which defines M"):
+        instantiate({"_target_": "model.attention.mine.Mine"})
+    with pytest.raises(ValueError, match=r"fix: define Mine in model/attention/softmax.py, or"):
+        instantiate({"_target_": "model.attention.softmax.Mine"})
+
+
 @pytest.mark.parametrize("change", [{"colour": 3}, {"dim": 8}, {"kv_heads": None}])
 def test_unknown_and_missing_knobs_are_refused(change):
     tree = tree_of("gqa")["attention"] | change

@@ -382,3 +382,13 @@ def test_flex_attention_compiles(window, softcap):
     with torch.no_grad():  # without a GPU there is no backward
         y = compiled(q, k, v, visible.mask, options)
     close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
+
+
+def test_large_values_do_not_overflow_in_fp16():
+    """4096 equal weights of 1 times values of 16 would sum to 65536, above the range of fp16."""
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    k = torch.zeros(1, 1, 4096, 8, dtype=torch.float16)
+    v = torch.full_like(k, 16.0)
+    mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool)
+    y = kernels.attend_block(q, k, v, mask, ScoreOptions(1.0, softcap=30.0))
+    close(y, torch.full_like(y, 16.0))

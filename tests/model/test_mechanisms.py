@@ -146,6 +146,28 @@ def test_layers_that_share_keys_or_values_must_have_equal_heads(variant):
         second(x, ctx, None, carry)
 
 
+@pytest.mark.parametrize("change", ["window=8", "rope_base=100.0", "rope_fraction=0.5"])
+def test_layers_that_share_keys_must_have_equal_masks_and_rotations(change):
+    first, _ = layers_of("shared_kv", f"attention.{change}")
+    _, second = layers_of("shared_kv")
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    _, carry = first(x, ctx, None, {})
+    with pytest.raises(ValueError, match=r"must have the same window, chunk and RoPE \(layer 1: "):
+        second(x, ctx, None, carry)
+
+
+@pytest.mark.parametrize("share, providers", [("pairs", [0, 0, 2, 2]), ("half", [0, 1, 2, 2])])
+def test_each_layer_reads_the_keys_of_its_own_group(share, providers):
+    layers = layers_of("shared_kv", f"attention.share={share}", "model.depth=4")
+    assert [layer.first_layer for layer in layers] == providers
+    x = random(2, 9, 64)
+    ctx = ForwardContext(x[..., 0])
+    _, carry = layers[0](x, ctx, None, {})
+    with pytest.raises(ValueError, match="layer=3"):  # layer 2, which it should read, is missing
+        layers[3](x, ctx, None, carry)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_values_are_mixed_with_the_first_layers_values(share):
     first, second = layers_of("value_residual")
