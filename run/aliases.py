@@ -112,8 +112,8 @@ FORMULAS = {
     "eval_tokens": "batches x batch_tokens",
     "warmup": "ratio x steps",
     "floor": "final rate / peak rate",
-    "rate": "one unscaled rate for all parameters; optimizer.lr={value} alone is the rate at "
-    "dim 128 and is scaled to your run (docs/rates.md)",
+    "rate": "AdamW with this rate for all parameters, as in other programs; the default optimizer "
+    "scales its rates to your run, and optimizer.lr is its rate at dim 128 (docs/rates.md)",
     "matrix_rate": "the rate at dim 128, which is scaled to your run (docs/rates.md)",
     "multiple": "its rate / optimizer.lr, scaled like optimizer.lr (docs/rates.md)",
     "seeds": "a list of seeds, one run each",

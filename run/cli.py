@@ -106,6 +106,8 @@ class Parser(argparse.ArgumentParser):
         required = message.removeprefix("the following arguments are required: ")
         if required in self._option_string_actions:
             fix = f"{required} {self._option_string_actions[required].metavar}"
+        if message.startswith("one of the arguments "):
+            fix = f"add {self.hint}"
         if equals and option in self._option_string_actions:
             fix = f"{option} {value}"
         self.exit(2, f"error: {message}. fix: {fix}\n")

@@ -25,11 +25,12 @@ COLUMNS = (
 )
 FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
-model=124m is named after GPT-2, which has the same shape, a vocabulary of 50,257
-(data.vocab_size) and tied embeddings (model.tied=true). MFLOP/token is for training. KV bytes are
-for one sequence in bf16; in a decoding step, sparse attention reads only the bytes of the selected
-keys.
-next: python train.py attention=NAME, with the same overrides"""
+MFLOP/token is for training. KV bytes are for one sequence in bf16; in a decoding step, sparse
+attention reads only the bytes of the selected keys."""
+GPT2_NOTE = """
+model=124m is named after GPT-2, which has the same shape. For the same number of parameters, add
+data.vocab_size=50257 model.tied=true."""
+NEXT = "next: python train.py attention=NAME, with the same overrides"
 
 
 def main(arguments: list[str]) -> None:
@@ -52,6 +53,9 @@ def main(arguments: list[str]) -> None:
             print(FORMAT.format(*COLUMNS))
         print(FORMAT.format(*cells), flush=True)
     print(NOTE)
+    if "model=124m" in overrides:
+        print(GPT2_NOTE)
+    print(NEXT)
 
 
 def row(attention: str, overrides: list[str]) -> tuple[str, ...]:

@@ -16,7 +16,11 @@ def drawn(capsys) -> list[str]:
 
 @pytest.mark.parametrize(
     "words, end",
-    [(("steps=9",), "1/9"), (("steps=null", "max_epochs=null", "max_minutes=2"), r"1/\?")],
+    [
+        (("steps=9",), "1/9"),
+        (("steps=9", "max_minutes=2"), "1/9"),
+        (("steps=null", "max_epochs=null", "max_minutes=2"), r"1/\?"),
+    ],
 )
 def test_the_progress_bar_of_the_first_step_shows_loss_speed_and_time_left(
     run_of, capsys, monkeypatch, words, end

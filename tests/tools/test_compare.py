@@ -318,7 +318,7 @@ while not (os.path.exists("3") and os.path.exists("5")):  # until both run
 """
 
 
-def test_each_gpu_trains_a_separate_run(monkeypatch, tmp_path):
+def test_each_gpu_trains_a_separate_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)
@@ -328,5 +328,6 @@ def test_each_gpu_trains_a_separate_run(monkeypatch, tmp_path):
     settings = settings_of(*TINY).model_dump()
     monkeypatch.setattr(Run, "read", lambda folder: Run(folder, settings, [{"val_bpb": 1.0}], True))
     jobs.train_all(both)
+    assert "a: training (run 1 of 2)\nb: training (run 2 of 2)\n" in capsys.readouterr().err
     assert [job.run.folder for job in both] == [job.run_dir for job in both]
     assert {"3", "5"} <= {path.name for path in tmp_path.iterdir()}

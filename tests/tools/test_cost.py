@@ -18,6 +18,12 @@ def test_the_cost_table_lists_every_attention_preset(command):
     result = command("tools/cost.py", *OVERRIDES).succeeded()
     assert names_in(result.out) == VARIANTS
     assert "\nnext: python train.py attention=NAME" in result.out
+    assert "124m" not in result.out
+
+
+def test_the_cost_of_124m_says_how_it_differs_from_gpt2(command):
+    result = command("tools/cost.py", "model=124m", "attention=gqa").succeeded()
+    assert "For the same number of parameters, add\ndata.vocab_size=50257" in result.out
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])

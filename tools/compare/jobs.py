@@ -35,6 +35,7 @@ class Job:
     baseline: "Job | None" = None
     factor: float | None = None  # multiplies the learning rates, in a search for the best ones
     compared_with: str | None = None  # the baseline of the same size
+    position: str = "run 1 of 1"  # among the runs of the call, for messages
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
     # During training: the process, the environment that assigns it a GPU, and the locked log.
@@ -72,7 +73,7 @@ class Job:
             self.match_baseline()
             self.check_previous(log)
             if self.outcome is None:
-                say(f"{self.run_dir.name}: training")
+                say(f"{self.run_dir.name}: training ({self.position})")
                 self.gpu = free_gpus.pop()
                 self.start(log)
         finally:
@@ -199,6 +200,8 @@ def train_all(jobs: list[Job]) -> None:
 
     Waits for runs that another call trains. On a signal, all runs save, and the process exits.
     """
+    for number, job in enumerate(jobs, 1):
+        job.position = f"run {number} of {len(jobs)}"
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
     with Signals() as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
