@@ -237,8 +237,10 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
         fix = "add documents"
-        if held_out_bytes == 0 and hasattr(source, "holdout"):
-            fix = f"use more text, or a data.holdout below {source.holdout}"
+        holdout = getattr(source, "holdout", 0)  # some sources hold out one document in `holdout`
+        is_used = "data.holdout" not in source.unused_keys()
+        if held_out_bytes == 0 and holdout > 2 and is_used:
+            fix = f"use more text, or a data.holdout below {holdout}"
         raise ValueError(
             f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
             f"bytes). fix: {fix}"

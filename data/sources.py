@@ -266,7 +266,7 @@ class Text(Source):
         return read_parts(files, self.text_field, self.separator)
 
 
-class NoText(Exception):
+class NoText(ValueError):
     """A row of a dataset has no text."""
 
 
@@ -321,18 +321,14 @@ class Hub(Source):
             for row in rows:
                 text = row.get(self.text_field)
                 if not isinstance(text, str):
-                    raise NoText
+                    raise NoText(self.describe_row(row))
                 begins_document = self.starts is None or re.match(self.starts, text) is not None
                 if parts and begins_document:
                     yield "".join(parts)
                     parts = []
                 parts.append(text)
         except NoText:
-            fields = [name for name, value in row.items() if isinstance(value, str)]
-            raise ValueError(
-                f"a row has no text in the field {self.text_field!r} ({self.repo}; fields with "
-                f"text: {', '.join(fields) or 'none'}). fix: set data.text_field"
-            ) from None
+            raise
         # The hub's client libraries raise many types of errors, with multi-line messages.
         except Exception as error:
             first_line, _, _ = str(error).partition("\n")
@@ -342,3 +338,14 @@ class Hub(Source):
                 "fix: check the network and data.repo"
             ) from None
         yield "".join(parts)
+
+    def describe_row(self, row: dict) -> str:
+        """Return the error for a row without text in `text_field`."""
+        if self.text_field in row:
+            problem = f"a row has no text in the field {self.text_field!r} ({self.repo})"
+            return f"{problem}. fix: choose a different data.text_field or data.repo"
+        fields = [name for name, value in row.items() if isinstance(value, str)]
+        return (
+            f"no field {self.text_field!r} ({self.repo}; fields with text: "
+            f"{', '.join(fields) or 'none'}). fix: set data.text_field"
+        )

@@ -253,8 +253,8 @@ class Engine:
     def compile(self) -> None:
         """Compile the decode step of an engine with a cache, and empty the cache.
 
-        One compiled graph serves all cache lengths, or two if a sparse layer selects fewer keys
-        than the cache holds. On a CPU, the number of slots that it reads is a dynamic size. On
+        On a CPU, one compiled graph serves all cache lengths, or two if a sparse layer selects
+        fewer keys than the cache holds; the number of slots that it reads is a dynamic size. On
         CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which reads all slots.
         The CUDA graph reads and writes the cache and the state at recorded addresses; prefill
         writes to the same addresses between two steps, in stream order.
@@ -277,13 +277,12 @@ class Engine:
         else:
             self.read_slots(1)
         self.run_compiled(compiled)
-        # A sparse layer selects keys only if more slots are filled, which takes a second graph.
-        num_chosen = 0
-        for block in self.model.blocks:
-            num_chosen = max(num_chosen, getattr(block.attention, "num_chosen", 0))
-        if not is_cuda and self.filled.capacity <= num_chosen < self.cache.capacity:
-            self.read_slots(num_chosen + 1)
-            self.run_compiled(compiled)
+        # A sparse layer selects keys only if the step reads more slots than it selects, which takes
+        # another graph.
+        for num_chosen in sorted({block.attention.num_chosen for block in self.model.blocks}):
+            if not is_cuda and self.filled.capacity <= num_chosen < self.cache.capacity:
+                self.read_slots(num_chosen + 1)
+                self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
 

@@ -188,9 +188,11 @@ def fix_for_path(path: Path, option: str) -> str:
     """
     # A file or folder inside a run, or a mistyped path.
     run = holding_run(path)
-    saved = {folder.parents[1] for folder in Path("runs").glob(f"*/checkpoints/{STEPS}")}
+    times = {}  # when the newest checkpoint of each run was saved
+    for checkpoint in sorted(Path("runs").glob(f"*/checkpoints/{STEPS}")):
+        times[checkpoint.parents[1]] = checkpoint.stat().st_mtime_ns
     if run is None:
-        nearest = suggest(path.name, [folder.name for folder in saved])
+        nearest = suggest(path.name, [folder.name for folder in times])
         run = nearest and Path("runs", nearest)
     if run is not None:
         return f"{option}{shlex.quote(str(run))}"
@@ -202,8 +204,8 @@ def fix_for_path(path: Path, option: str) -> str:
         call = shlex.join(["python", "-m", "tools.import_hf", str(folder), "--out", name])
         return f"{call}; then {option}{shlex.quote(name)}"
 
-    if saved:
-        newest = sorted(saved, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
+    if times:
+        newest = sorted(times, key=times.get, reverse=True)
         names = [shlex.quote(str(folder)) for folder in newest[:LISTED_RUNS]]
         return f"choose a run: {option}{f' or {option}'.join(names)}"
     return (

@@ -107,10 +107,19 @@ class Parser(argparse.ArgumentParser):
         if required in self._option_string_actions:
             fix = f"{required} {self._option_string_actions[required].metavar}"
         if message.startswith("one of the arguments "):
-            fix = f"add {self.hint}"
+            fix = " or ".join(self.choices())
         if equals and option in self._option_string_actions:
             fix = f"{option} {value}"
         self.exit(2, f"error: {message}. fix: {fix}\n")
+
+    def choices(self) -> Iterator[str]:
+        """Return the arguments of which one is required, as the user would type them."""
+        for group in self._mutually_exclusive_groups:
+            for action in group._group_actions if group.required else ():
+                words = action.option_strings[:1]
+                if not words or action.nargs != 0:
+                    words.append(action.metavar or action.dest.upper())
+                yield " ".join(words)
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

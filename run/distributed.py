@@ -109,24 +109,19 @@ def init_distributed(device: torch.device) -> DistEnv:
 
 @contextmanager
 def hard_exit(is_needed: bool = True) -> Iterator[None]:
-    """Exit through os._exit if `is_needed`, or after a HardExit.
-
-    The exit code is the one that the process would have had.
-    """
-    exit_code = 0
+    """If `is_needed`, exit through os._exit, with the exit code that the process would have had."""
+    if not is_needed:
+        yield
+        return
+    exit_code = errors.BUG
     try:
         yield
+        exit_code = 0
     except SystemExit as exit_request:
-        if not is_needed and not isinstance(exit_request, errors.HardExit):
-            raise
-        is_needed = True
         exit_code = exit_request.code or 0
     except BaseException:
-        if not is_needed:
-            raise
         traceback.print_exc()
-        exit_code = errors.BUG
-    if is_needed:
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

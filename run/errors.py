@@ -35,6 +35,7 @@ NO_ROOM = {
     errno.ESTALE,
     errno.ENOTCONN,
 }
+DISCONNECTED = {errno.ESTALE, errno.ENOTCONN}  # errors of a network disk that has disappeared
 # Errors of a file system that does not support locking a file or syncing a folder.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -44,7 +45,7 @@ class IntegrityError(Exception):
 
 
 class HardExit(SystemExit):
-    """Ends the command, after all cleanup, without waiting for threads (distributed.hard_exit)."""
+    """Ends the command after all cleanup, but without waiting for threads; see `report_errors`."""
 
 
 class OverrideError(Exception):
@@ -263,6 +264,10 @@ def report_errors() -> Iterator[None]:
         yield
         with naming("standard output"):
             flush(sys.stdout)
+    except HardExit as exit_request:
+        flush(sys.stdout)
+        flush(sys.stderr)
+        os._exit(exit_request.code)
     except IntegrityError as error:
         exit_with(INTEGRITY, error)
     except OverrideError as error:
@@ -276,7 +281,10 @@ def report_errors() -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output or an output file"
-        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
+        fix = "free disk space, or write elsewhere"
+        if error.errno in DISCONNECTED:
+            fix = "check the network disk, then run the command again"
+        exit_with(STORAGE, f"{error.strerror} ({place}). fix: {fix}")
     finally:
         with suppress(OSError):
             flush(sys.stderr)

@@ -220,7 +220,7 @@ def has_same_origin(config: dict, init_from: str | None) -> bool:
 def runs_of(name: str) -> list[Path]:
     """List the folders runs/name, runs/name-2 and so on that have a checkpoint, newest last.
 
-    A folder runs/name-2 of a run whose own name is name-2 is left out.
+    A folder runs/name-2 is left out if its run was given another name, such as name-2.
     """
     pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
     runs = []

@@ -100,6 +100,8 @@ def resolve_target(path: str, package: str) -> Callable:
     file = f"{module.replace('.', '/')}.py"
     if module in known_modules:
         fix = f"define {name} in {file}, or correct _target_"
+    elif (ROOT / file).with_suffix("").is_dir():
+        fix = f"_target_={module}.FILE.{name}"
     elif module.startswith(f"{package}."):
         fix = f"create {file}, which defines {name}, or correct _target_"
     raise ValueError(

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from run.errors import UNSUPPORTED, IntegrityError, naming
+from run.errors import DISCONNECTED, UNSUPPORTED, IntegrityError, naming
 from run.progress import warn_once
 
 SEAL_LENGTH = 65  # bytes of the last line of a manifest
-DISCONNECTED = {errno.ESTALE, errno.ENOTCONN}  # errors of a network disk that has disappeared
 
 
 @contextmanager
@@ -115,20 +114,29 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
     network disk has disappeared, which says nothing about the files.
     """
     try:
-        raw = safe_child(folder, "manifest.json").read_bytes()
-        body = raw[:-SEAL_LENGTH]
-        if raw[-SEAL_LENGTH:] != seal(body):
-            raise ValueError("damaged manifest")
-        manifest = json.loads(body)
-        if manifest["name"] != folder.name and not may_be_renamed:
-            raise ValueError(f"the folder was renamed from {manifest['name']}")
-        for name, digest in manifest["files"].items():
-            if sha256_of(safe_child(folder, name)) != digest:
-                raise ValueError(f"damaged file {name}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno in DISCONNECTED:
+        with naming(folder):
+            return matching_files(folder, may_be_renamed)
+    except OSError as error:
+        if error.errno in DISCONNECTED:
             raise
-        raise IntegrityError(f"{error} (in {folder}). fix: {fix}") from None
+        problem = error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = error
+    raise IntegrityError(f"{problem} (in {folder}). fix: {fix}")
+
+
+def matching_files(folder: Path, may_be_renamed: bool) -> dict[str, str]:
+    """Return the SHA-256 of each file by name. Raises many types of errors for a damaged folder."""
+    raw = safe_child(folder, "manifest.json").read_bytes()
+    body = raw[:-SEAL_LENGTH]
+    if raw[-SEAL_LENGTH:] != seal(body):
+        raise ValueError("damaged manifest")
+    manifest = json.loads(body)
+    if manifest["name"] != folder.name and not may_be_renamed:
+        raise ValueError(f"the folder was renamed from {manifest['name']}")
+    for name, digest in manifest["files"].items():
+        if sha256_of(safe_child(folder, name)) != digest:
+            raise ValueError(f"damaged file {name}")
     return manifest["files"]
 
 

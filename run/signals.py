@@ -17,7 +17,7 @@ EXIT_CODES = {
 
 
 class Signals:
-    """Inside `with`, a signal ends the process at once; after `arm`, it is only recorded.
+    """Inside `with`, a signal ends the process at once; between `arm` and `finish`, it is recorded.
 
     A second Ctrl-C ends a single process at once, but not under torchrun, which may send its
     processes the same Ctrl-C twice.
@@ -80,9 +80,9 @@ class Signals:
         # The handler may have interrupted a print, so it must not print.
         if self.received == 0:
             self.received = EXIT_CODES[number]
-            # A closed terminal or pipe must not keep the run from saving.
             message = "saving after this step"
             if "RANK" not in os.environ:
                 message += "; a second Ctrl-C stops without saving"
+            # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
                 os.write(2, f"\n{message}\n".encode())

@@ -41,7 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.evaluate", __doc__, "--text FILE, --slices or --lengths")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
-        "--text", help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv files"
+        "--text",
+        metavar="FILE",
+        help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv files",
     )
     kinds.add_argument(
         "--slices",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from data.corpus import Corpus
 from data.loader import Loader
 from model.build import build_model
+from run import errors
 from run.distributed import DistEnv
 from run.progress import say
 from run.settings import Settings
@@ -112,14 +113,15 @@ class TimeBudget:
         self.is_frozen = True
 
     def check_time_left(self, progress: Progress) -> None:
-        """Raise ValueError if the earlier processes of an unfinished run have used up the limit."""
+        """Exit with code 2 if the earlier processes of an unfinished run have used up the limit."""
         if self.is_open and not progress.is_finished and self.seconds_left() == 0:
             minutes = self.clock.total() / 60
-            raise ValueError(
-                f"max_minutes={self.settings.max_minutes:g} includes the earlier processes of the "
-                f"run, which took {minutes:.1f} minutes. fix: "
-                f"max_minutes={math.ceil(minutes + self.settings.max_minutes)}, or steps=N, or "
-                "max_minutes=null"
+            errors.exit_with(
+                errors.INPUT,
+                f"no time is left for training (max_minutes={self.settings.max_minutes:g} includes "
+                f"earlier processes, and the run has taken {minutes:.1f} minutes). fix: "
+                f"max_minutes={math.ceil(minutes + self.settings.max_minutes)}, or steps=N "
+                "max_minutes=null",
             )
 
     def fit(self, progress: Progress) -> bool:

@@ -215,8 +215,7 @@ class Checkpointer:
             progress.expected_steps = state.expected_steps
         if state.is_fitted and (has_same_bound or gives_steps):
             self.budget.mark_fitted()
-        with errors.user_input():
-            self.budget.check_time_left(progress)
+        self.ranks.on_rank0(self.budget.check_time_left, progress)
 
         # Truncate the log to the checkpoint's step, unless the log of a finished run is complete.
         if progress.is_finished:

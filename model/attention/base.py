@@ -43,6 +43,7 @@ class Attention(nn.Module, ABC):
     losses: tuple[str, ...] = ()
     window: int | None = None  # a token attends to at most this many tokens, itself included
     chunk: int | None = None  # a token attends only within its chunk of this many tokens
+    num_chosen: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
     narrow_states: tuple[str, ...] = ()  # names of states that do not need fp32
     # Linear layers that `forward` applies to x with `project`; a layer may lack some of them.
     fused_projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

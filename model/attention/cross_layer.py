@@ -17,6 +17,7 @@ class SharedAttention(SoftmaxAttention):
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
     (Brandon et al., 2405.12981). With "half", all layers in the second half reuse the keys
     and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's knobs.
+    `forward` raises ValueError if the layers of a group differ in their heads, mask or rotation.
     """
 
     def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):
@@ -46,7 +47,12 @@ class SharedAttention(SoftmaxAttention):
         """x (B, T, D) -> (B, T, D)"""
         if self.reuses_kv:
             q = self.project_q(x, ctx)
-            kv, visible, options = take(carry, f"kv of layer {self.first_layer}", self.layer)
+            provider, kv, visible, options = take(carry, "kv", self.layer)
+            if provider != self.first_layer:
+                raise ValueError(
+                    f"layer {self.layer} reuses the keys of layer {self.first_layer}, but they are "
+                    f"from layer {provider}. fix: use layers that share keys throughout each group"
+                )
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
             if options != self.shared_options:
                 raise ValueError(
@@ -57,8 +63,7 @@ class SharedAttention(SoftmaxAttention):
         else:
             q, k, v = self.project_qkv(x, ctx)
             kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
-            entry = (kv, visible, self.shared_options)
-            carry = carry | {f"kv of layer {self.layer}": entry}
+            carry = carry | {"kv": (self.layer, kv, visible, self.shared_options)}
         y = self.attend(q, kv["k"], kv["v"], visible)
         return self.project_out(y, x), carry
 

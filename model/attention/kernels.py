@@ -118,9 +118,8 @@ def blockwise_attention(
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions, first: int = 0
 ) -> Tensor:
-    """Compute attention with an explicit softmax, normalized only after the product with v.
-
-    In fp16, it is normalized before the product.
+    """Compute attention with an explicit softmax; except in fp16, it is normalized after the
+    product with v.
 
     `first` is the index of the block's first query among all T queries, for the bias.
     The backward uses the saved exponentials, in the dtype of v, instead of fp32 scores.
@@ -148,7 +147,7 @@ def attend_block(
     if v.dtype == torch.float16:
         # The product of unnormalized weights and values may exceed the range of fp16.
         weights = (weights / total).type_as(v)
-        return matmul(F.dropout(weights, options.dropout), v)
+        return matmul(F.dropout(weights, options.dropout), v).type_as(v)
     y = matmul(F.dropout(weights, options.dropout), v)
     return (y / total).type_as(v)
 

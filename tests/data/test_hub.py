@@ -71,7 +71,7 @@ def test_rows_are_joined_into_documents(repo):
 
 
 def test_a_row_without_text_is_refused_with_the_fields_that_have_text(repo):
-    with pytest.raises(ValueError, match=r"in the field 'body' .*with text: text\). fix: set data"):
+    with pytest.raises(ValueError, match=r"no field 'body' .*with text: text\). fix: set data"):
         next(hub(repo, text_field="body").texts("train"))
 
 

@@ -124,10 +124,10 @@ HARD_EXIT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import threading, time
-from run import distributed, errors
+from run import errors
 
 threading.Thread(target=time.sleep, args=(1000,)).start()
-with distributed.hard_exit(is_needed=False):
+with errors.report_errors():
     try:
         raise errors.HardExit(130)
     finally:

@@ -259,6 +259,9 @@ def test_a_sparse_layer_compiles_both_graphs_before_decoding(monkeypatch):
     engine = Engine(model, greedy, model.new_cache(1, 1024, torch.float64, "cpu"))
     engine.compile()
     assert counters["stats"]["unique_graphs"] == 2
+    for _ in engine.generate([Sequence([number % 128 for number in range(400)], 4)]):
+        pass
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_compiled_step_on_a_cpu_uses_the_cpp_wrapper(monkeypatch):

@@ -207,4 +207,6 @@ def test_a_limit_that_earlier_processes_have_used_up_is_refused(run_of, capsys):
     with pytest.raises(SystemExit) as end:
         run_of("max_minutes=5", "resume=true", folder="long")
     assert end.value.code == 2
-    assert "which took 30.0 minutes. fix: max_minutes=36, or steps=N" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "has taken 30.0 minutes). fix: max_minutes=36, or steps=N max_minutes=null" in told
+    run_of("steps=9", "max_minutes=null", "resume=true", folder="long")

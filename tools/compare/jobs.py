@@ -35,7 +35,6 @@ class Job:
     baseline: "Job | None" = None
     factor: float | None = None  # multiplies the learning rates, in a search for the best ones
     compared_with: str | None = None  # the baseline of the same size
-    position: str = "run 1 of 1"  # among the runs of the call, for messages
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
     # During training: the process, the environment that assigns it a GPU, and the locked log.
@@ -51,19 +50,19 @@ class Job:
         self.outcome = outcome
         say(f"{self.run_dir.name}: {outcome}")
 
-    def update(self, free_gpus: list[Environment]) -> None:
+    def update(self, free_gpus: list[Environment], position: str) -> None:
         """Start the job on a free GPU once its baseline has ended.
 
-        Mark it as ended when its process exits.
+        Mark it as ended when its process exits. `position` is "run 1 of 4", for the message.
         """
         is_ready = self.baseline is None or self.baseline.outcome is not None
         if self.process is None and is_ready and free_gpus:
-            self.try_start(free_gpus)
+            self.try_start(free_gpus, position)
         elif self.process is not None and self.process.poll() is not None:
             free_gpus.append(self.gpu)
             self.finish()
 
-    def try_start(self, free_gpus: list[Environment]) -> None:
+    def try_start(self, free_gpus: list[Environment], position: str) -> None:
         """Start train.py, unless another call is training the run or the run is finished."""
         self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true requires a folder
         log = open_locked(self.log_path)
@@ -73,7 +72,7 @@ class Job:
             self.match_baseline()
             self.check_previous(log)
             if self.outcome is None:
-                say(f"{self.run_dir.name}: training ({self.position})")
+                say(f"{self.run_dir.name}: training ({position})")
                 self.gpu = free_gpus.pop()
                 self.start(log)
         finally:
@@ -200,17 +199,15 @@ def train_all(jobs: list[Job]) -> None:
 
     Waits for runs that another call trains. On a signal, all runs save, and the process exits.
     """
-    for number, job in enumerate(jobs, 1):
-        job.position = f"run {number} of {len(jobs)}"
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
     with Signals() as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:
-                for job in jobs:
+                for number, job in enumerate(jobs, 1):
                     if job.outcome is None:
-                        job.update(free_gpus)
+                        job.update(free_gpus, f"run {number} of {len(jobs)}")
                 # The bar estimates the time left from the runs that this call has trained.
                 bar.initial = sum(job.outcome == FINISHED for job in jobs)
                 bar.n = sum(job.outcome is not None for job in jobs)
