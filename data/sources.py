@@ -51,10 +51,11 @@ def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:
     num_bytes = 0
     for part in parts:
         num_bytes += len(part.text.encode())
-        is_full = num_bytes > MAX_VALIDATION_BYTES
-        yield part._replace(is_held_out=True, is_last=part.is_last or is_full)
-        if is_full:
+        if num_bytes > MAX_VALIDATION_BYTES:
+            # End the document here, because its other parts are not read.
+            yield Part(part.text, is_held_out=True, is_last=True)
             return
+        yield part._replace(is_held_out=True)
 
 
 def check_holdout(holdout: int) -> None:
