@@ -38,8 +38,8 @@ BIAS_COLUMNS = 8  # columns that `append_token_bias` adds; a multiple of 8 keeps
 BIAS_UNIT = 16.0  # scale of the parts of a bias, which keeps them within fp16's range
 # Up to this many tokens, compiled `blockwise_attention` replaces the fused kernel on a CPU in bf16,
 # because it is faster there (in fp32, it is not). For longer texts, the T^2 exponentials that it
-# saves per head take too much memory.
-MAX_COMPILED_TOKENS = 2048
+# saves per head take too much memory, and with AMX, the fused kernel is faster (docs/speed.md).
+MAX_COMPILED_TOKENS = 1024 if torch.cpu._is_amx_tile_supported() else 2048
 
 
 class TokenBias(NamedTuple):

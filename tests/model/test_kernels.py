@@ -99,9 +99,13 @@ def test_compiled_code_has_at_most_eight_query_blocks(
 
 @pytest.mark.parametrize(
     ("length", "dtype", "is_fused"),
-    [(2048, torch.bfloat16, False), (2049, torch.bfloat16, True), (256, torch.float32, True)],
+    [
+        (kernels.MAX_COMPILED_TOKENS, torch.bfloat16, False),
+        (kernels.MAX_COMPILED_TOKENS + 1, torch.bfloat16, True),
+        (256, torch.float32, True),
+    ],
 )
-def test_compiled_cpu_training_uses_query_blocks_in_bf16_up_to_2048_tokens(
+def test_compiled_cpu_training_uses_query_blocks_for_short_sequences_in_bf16(
     length, dtype, is_fused, monkeypatch
 ):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
