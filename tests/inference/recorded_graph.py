@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -90,6 +91,9 @@ def recorded_graphs() -> Iterator[None]:
         "current_stream": lambda: streams.current,
     }
     with ExitStack() as stack:
+        # As on a GPU: NumPy's argmax, which serves a CPU, would not be recorded.
+        torch_argmax = partial(torch.argmax, dim=-1)
+        stack.enter_context(mock.patch("inference.sampling.argmax", torch_argmax))
         for name, replacement in replacements.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         yield

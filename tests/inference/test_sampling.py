@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference.batch import Sequence
 from inference.engine import Engine
 from inference.prompts import new_sequences
-from inference.sampling import exponential_noise, sample
+from inference.sampling import argmax, exponential_noise, sample
 from run.instantiate import instantiate
 from tests.conftest import (
     compile_without_inductor,
@@ -199,6 +199,18 @@ OPTIONS = [
     {"repetition_penalty": 9.0, "temperature": 3.0},
     {"temperature": 2.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
 ]
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 1), (2, 3, 500)], ids=str)
+def test_argmax_finds_the_first_largest_value(shape):
+    """Tests ties, infinities and NaN, which counts as the largest value."""
+    x = torch.randint(-3, 3, shape).float()
+    for special in (None, torch.inf, -torch.inf, torch.nan):
+        if special is not None:
+            x[..., 1::4] = special
+        index = argmax(x)
+        assert index.dtype == torch.int64
+        assert torch.equal(index, x.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
