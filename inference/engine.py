@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch._dynamo.types import GuardFilterEntry
 from torch.nn.utils.rnn import pad_sequence
 
 from inference.batch import Sampler, SamplerState, Sequence
@@ -46,7 +47,6 @@ class Engine:
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
         # The view of the cache's filled slots that decode steps read (`read_slots`).
         self.filled = cache
-        self.last_filled: Cache | None = None  # `filled` at the last compiled step
         # The result of `compile`: the decode step on CUDA, only the model's forward on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None  # the result of `capture`: the decode step
@@ -191,12 +191,8 @@ class Engine:
             self.graph.replay()
         elif self.compiled_step is None:
             self.decode_step()
-        elif self.filled is not self.last_filled:
-            self.run_compiled(self.compiled_step)
         else:
-            # Skip the guards to save time, because nothing that they check has changed.
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                self.run_compiled(self.compiled_step)
+            self.run_compiled(self.compiled_step)
 
     def decode_step(self) -> Tensor:
         """Decode each row's newest token and sample the next one; return its logits (B, V)."""
@@ -264,8 +260,15 @@ class Engine:
         options = compilation.decode_options(self.state.tokens.device)
         # Do not compile sampling for a CPU, because a compiled argmax takes half of a step's time.
         function = self.decode_step if is_cuda else self.next_logits_of
-        dynamic = False if is_cuda else None
-        compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, options=options)
+        # The guards on the model and the cache, which never change, would take a tenth of a short
+        # step. Without them, the graphs must not be shared with other engines.
+        compiled = torch.compile(
+            function,
+            dynamic=False if is_cuda else None,
+            fullgraph=True,
+            isolate_recompiles=True,
+            options={**options, "guard_filter_fn": keep_changing_guards},
+        )
 
         for tensor in (self.cache.lengths, *self.cache.buffers(), *self.state.tensors()):
             torch._dynamo.mark_static_address(tensor)
@@ -288,7 +291,6 @@ class Engine:
 
     def run_compiled(self, compiled: Callable[..., Tensor]) -> None:
         """Run a decode step with the function that torch.compile returned."""
-        self.last_filled = self.filled
         if self.state.tokens.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
@@ -300,6 +302,11 @@ class Engine:
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)
             self.state.draw(self.sampler, compiled(slots))
+
+
+def keep_changing_guards(guards: Iterable[GuardFilterEntry]) -> list[bool]:
+    """Keep only the guards on the number of slots and on global state, whose name is empty."""
+    return [guard.name in ("", "slots") for guard in guards]
 
 
 def first_line(error: BaseException) -> str:

@@ -93,8 +93,9 @@ def c_compiler() -> str | None:
 def decode_options(device: torch.device) -> dict[str, bool]:
     """Return torch.compile's options for a decode step; on CUDA the step becomes one CUDA graph."""
     if device.type == "cpu":
-        # Call the kernels from C++, because calls from Python take a third of a short step.
-        return {"cpp_wrapper": True}
+        # Call the kernels from C++, because calls from Python take a third of a short step. Do not
+        # check the shapes of tensors again in each step, which takes a tenth of it.
+        return {"cpp_wrapper": True, "size_asserts": False}
     options = {
         "triton.cudagraphs": True,
         # With this tuning, Inductor fuses matrix products of a single token with the operations

@@ -222,8 +222,16 @@ def compile_without_inductor(monkeypatch, backend: str | Callable = "aot_eager")
     """Make torch.compile capture full graphs and run them without code generation."""
     compile_with = torch.compile
 
-    def compile_whole(function, dynamic=False, **_):
-        return compile_with(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    def compile_whole(function, dynamic=False, options=None, isolate_recompiles=False, **_):
+        guard_filter = (options or {}).get("guard_filter_fn")
+        return compile_with(
+            function,
+            backend=backend,
+            dynamic=dynamic,
+            fullgraph=True,
+            isolate_recompiles=isolate_recompiles,
+            options=None if guard_filter is None else {"guard_filter_fn": guard_filter},
+        )
 
     monkeypatch.setattr(torch, "compile", compile_whole)
 

@@ -261,6 +261,40 @@ def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
     assert texts[0] == texts[1]
 
 
+def test_engines_share_no_compiled_step(monkeypatch):
+    """Without guards on the model, a step would also accept a model of another width or dtype."""
+    compile_without_inductor(monkeypatch, "eager")
+    torch._dynamo.reset()
+    for override, dtype in (("dim=32", torch.float64), ("dim=64", torch.float32)):
+        tree = tree_of("gqa", "model.depth=1", f"model.{override}")
+        model = redraw(instantiate(tree)).to(dtype).eval()
+        texts = []
+        for is_compiled in (False, True):
+            counters.clear()
+            engine = Engine(model, greedy, model.new_cache(1, 64, dtype, "cpu"))
+            if is_compiled:
+                engine.compile()
+            sequence = Sequence([1, 2, 3], 8)
+            for _ in engine.generate([sequence]):
+                pass
+            texts.append(sequence.tokens)
+        assert texts[0] == texts[1]
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_step_has_no_guards_on_the_model(monkeypatch):
+    """The model never changes, and checking it takes a tenth of a short step."""
+    compile_without_inductor(monkeypatch, "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    engine = engine_of_two_rows()
+    engine.compile()
+    engine.model.requires_grad_(False)  # guards on the parameters would fail
+    for _ in engine.generate([Sequence([1, 2, 3], 4)]):
+        pass
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_sparse_layer_compiles_both_graphs_before_decoding(monkeypatch):
     compile_without_inductor(monkeypatch, "eager")
     torch._dynamo.reset()
@@ -276,7 +310,7 @@ def test_a_sparse_layer_compiles_both_graphs_before_decoding(monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_compiled_step_on_a_cpu_uses_the_cpp_wrapper(monkeypatch):
+def test_a_compiled_step_on_a_cpu_runs_in_cpp_without_checks(monkeypatch):
     engine = engine_of_two_rows()
     options_of = []
 
@@ -286,7 +320,9 @@ def test_a_compiled_step_on_a_cpu_uses_the_cpp_wrapper(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", record)
     engine.compile()
-    assert options_of == [{"cpp_wrapper": True}]
+    (options,) = options_of
+    assert options["cpp_wrapper"] is True
+    assert options["size_asserts"] is False
 
 
 def engine_of_two_rows(sampler=greedy) -> Engine:
