@@ -3,10 +3,10 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._dynamo.types import GuardFilterEntry
 from torch.nn.utils.rnn import pad_sequence
 
 from inference.batch import Sampler, SamplerState, Sequence
@@ -14,6 +14,9 @@ from model.cache import Cache
 from model.transformer import Transformer
 from run import compilation, hardware
 from run.progress import say
+
+if TYPE_CHECKING:  # importing Dynamo takes a second
+    from torch._dynamo.types import GuardFilterEntry
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
 READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
@@ -254,6 +257,8 @@ class Engine:
         CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which reads all slots.
         The CUDA graph reads and writes the cache and the state at recorded addresses; prefill
         writes to the same addresses between two steps, in stream order.
+
+        Compiled steps do not notice later changes of the model, the cache's memory or the sampler.
         """
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
@@ -304,7 +309,7 @@ class Engine:
             self.state.draw(self.sampler, compiled(slots))
 
 
-def keep_changing_guards(guards: Iterable[GuardFilterEntry]) -> list[bool]:
+def keep_changing_guards(guards: Iterable["GuardFilterEntry"]) -> list[bool]:
     """Keep only the guards on the number of slots and on global state, whose name is empty."""
     return [guard.name in ("", "slots") for guard in guards]
 

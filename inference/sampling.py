@@ -65,7 +65,7 @@ def argmax(x: Tensor) -> Tensor:
     """x (..., V) -> the index (...) of the largest value, or of the first one among equal ones."""
     if x.device.type == "cpu":
         # NumPy's kernel uses vector instructions. torch's would take a tenth of a decode step.
-        return torch.as_tensor(x.numpy().argmax(axis=-1))
+        return torch.as_tensor(x.detach().numpy().argmax(axis=-1))
     return x.argmax(dim=-1)
 
 

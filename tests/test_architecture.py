@@ -23,7 +23,15 @@ LIBRARIES = {
     | {"filelock", "pyarrow", "tqdm"},
 }
 WITHOUT_HYDRA = ("model", "data", "inference")
-SLOW = {"datasets", "wandb", "transformers", "matplotlib", "pyarrow", "huggingface_hub"}
+SLOW = {
+    "torch._dynamo",
+    "datasets",
+    "wandb",
+    "transformers",
+    "matplotlib",
+    "pyarrow",
+    "huggingface_hub",
+}
 COMMANDS = ("train", "generate")
 FILES = [path for room in ORDER for path in (ROOT / room).rglob("*.py")]
 FILES += [ROOT / f"{name}.py" for name in COMMANDS]

@@ -205,6 +205,7 @@ OPTIONS = [
 def test_argmax_finds_the_first_largest_value(shape):
     """Tests ties, infinities and NaN, which counts as the largest value."""
     x = torch.randint(-3, 3, shape).float()
+    assert torch.equal(argmax(x.clone().requires_grad_()), x.argmax(dim=-1))
     for special in (None, torch.inf, -torch.inf, torch.nan):
         if special is not None:
             x[..., 1::4] = special
