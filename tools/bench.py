@@ -3,8 +3,8 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         one optimizer step, with our model and with the Llama model of `transformers`
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with weights in this precision
-        and in int8, and `generate` of `transformers` with its default cache and compiled
+        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, in this precision, in fp32 and
+        with int8 weights, and `generate` of `transformers` with its default cache and compiled
 
 It takes the overrides of train.py. For decoding, context and batch_tokens are fixed.
 The competitors run in separate processes that take turns, so that a temporary slowdown of the
@@ -89,6 +89,8 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     names = [*COMPETITORS[kind]]
     if compilation.missing_for_compilation(device) is not None and COMPILED in names:
         names.remove(COMPILED)
+    if precision == torch.float32 and OURS_FP32 in names:
+        names.remove(OURS_FP32)  # it equals "ours"
     workers = {name: start_worker(kind, name, overrides) for name in names}
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
@@ -120,7 +122,8 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     for name, line in lines.items():
         if kind == "decode":
             steps_share = line["tokens_per_second"] / num_rows / ceiling
-            read = bytes_per_step(settings, precision, int8=name == OURS_INT8)
+            dtype = torch.float32 if name == OURS_FP32 else precision
+            read = bytes_per_step(settings, dtype, int8=name == OURS_INT8)
             line["share_of_bandwidth"] = steps_share * read
         else:
             tokens_share = line["tokens_per_second"] / ceiling
@@ -130,7 +133,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
         print(json.dumps(case | line))
 
     # The machine's load changes between turns, so compute ratios within turns, then the median.
-    competitors = [name for name in lines if name not in ("ours", OURS_INT8)]
+    competitors = [name for name in lines if not name.startswith("ours")]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
     for ours, theirs in zip(measured["ours"], measured[best], strict=True):
@@ -322,6 +325,10 @@ def decode_ours(
     return run
 
 
+def decode_ours_in_fp32(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
+    return decode_ours(settings, device, torch.float32)
+
+
 def decode_transformers(
     settings: Settings, device: torch.device, precision: torch.dtype, *, is_compiled: bool
 ) -> Step:
@@ -409,12 +416,14 @@ def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.
 
 
 # The competitors take turns in this order.
+OURS_FP32 = "ours, fp32"
 OURS_INT8 = "ours, int8"
 COMPILED = "transformers, compiled"
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {
         "ours": decode_ours,
+        OURS_FP32: decode_ours_in_fp32,
         OURS_INT8: partial(decode_ours, int8=True),
         "transformers": partial(decode_transformers, is_compiled=False),
         COMPILED: partial(decode_transformers, is_compiled=True),

@@ -70,22 +70,28 @@ def test_speeds_are_measured_in_alternating_turns(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_decoding_reports_its_share_of_the_memory_bandwidth(monkeypatch, capfd, tied):
+@pytest.mark.parametrize("precision, size", [("fp32", 4), ("bf16", 2)])
+def test_decoding_reports_its_share_of_the_memory_bandwidth(
+    monkeypatch, capfd, precision, size, tied
+):
     """Simulates steps of 1 s and a memory bandwidth of 1 MB/s."""
     rows, length, num_new = 3, 19, 7
-    words = [*WORDS, f"model.tied={tied}"]
+    words = [*WORDS, f"model.tied={tied}", f"precision={precision}"]
     sizes = [f"context={length + 1}", f"batch_tokens={rows * (length + 1)}"]
     model = bench.transformers_llama(bench.bench_settings([*words, *sizes])[0])
     config = model.config
     # The whole embedding is read only if it is also the head.
     weights = [p for name, p in model.named_parameters() if "embed" not in name or tied == "true"]
     matrices = [p for p in weights if p.ndim == 2]
-    vectors = sum(p.numel() for p in weights if p.ndim == 1)
-    in_fp32 = 4 * sum(p.numel() for p in weights)
-    in_int8 = 4 * vectors + sum(p.numel() + 4 * len(p) for p in matrices)  # and scales in fp32
+    # The weights of norms stay in fp32; the scales of int8 weights have the given precision.
+    vectors = 4 * sum(p.numel() for p in weights if p.ndim == 1)
+    in_fp32 = vectors + 4 * sum(p.numel() for p in matrices)
+    in_precision = vectors + size * sum(p.numel() for p in matrices)
+    in_int8 = vectors + sum(p.numel() + size * len(p) for p in matrices)
     # The steps store tokens 13 to 18, which is 15.5 on average, rounded up.
     kv_size = 2 * config.num_key_value_heads * config.head_dim
-    cache = 4 * rows * config.num_hidden_layers * kv_size * 16
+    cached = rows * config.num_hidden_layers * kv_size * 16
+    cache = size * cached
 
     monkeypatch.setattr(bench, "start_worker", lambda *_: mock.Mock())
     monkeypatch.setattr(bench, "request_turn", lambda *_: {"seconds": num_new - 1.0})
@@ -95,14 +101,15 @@ def test_decoding_reports_its_share_of_the_memory_bandwidth(monkeypatch, capfd, 
     bench.main(Namespace(kind="decode", overrides=words))
     *lines, ratio = map(json.loads, capfd.readouterr().out.splitlines())
     shares = {line["name"]: line["share_of_bandwidth"] for line in lines}
-    assert shares == pytest.approx(
-        {
-            "ours": (in_fp32 + cache) / 1e6,
-            "ours, int8": (in_int8 + cache) / 1e6,
-            "transformers": (in_fp32 + cache) / 1e6,
-            "transformers, compiled": (in_fp32 + cache) / 1e6,
-        }
-    )
+    expected = {
+        "ours": (in_precision + cache) / 1e6,
+        "ours, int8": (in_int8 + cache) / 1e6,
+        "transformers": (in_precision + cache) / 1e6,
+        "transformers, compiled": (in_precision + cache) / 1e6,
+    }
+    if precision != "fp32":
+        expected["ours, fp32"] = (in_fp32 + 4 * cached) / 1e6
+    assert shares == pytest.approx(expected)
     assert ratio["speed"] == 1 and ratio["of"].startswith("transformers")
 
 
@@ -151,7 +158,7 @@ def test_a_failed_worker_ends_the_benchmark(capfd):
     assert what.startswith("error: LlamaForCausalLM cannot express") and "failed" in where
 
 
-@pytest.mark.parametrize("name", ["ours", "ours, int8", "transformers"])
+@pytest.mark.parametrize("name", ["ours", "ours, fp32", "ours, int8", "transformers"])
 def test_prefill_and_decoding_are_timed_separately(monkeypatch, name):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     words = [*WORDS, "context=16", "batch_tokens=48"]
