@@ -364,7 +364,9 @@ def test_a_run_reports_its_limits_and_can_continue_for_more_epochs(command, stor
     )
 
 
-INDEXED = ("attention=dsa", "attention.topk=8")  # it has an auxiliary loss
+# It has an auxiliary loss. In bf16 with AMX, products of another batch size round differently, so
+# that it may select other keys, which changes the loss by 0.004.
+INDEXED = ("attention=dsa", "attention.topk=8", "precision=fp32")
 TWO_PROCESSES = [TEXT, ("data=recall", "data.pairs=[2,4]", "data.vocab_size=16"), (*TEXT, *INDEXED)]
 
 
@@ -374,7 +376,7 @@ def test_training_with_two_processes_matches_one(command, tmp_path, story, data)
     assert command("train.py", *words, "run_dir=alone").code == 0
     codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
     assert codes == [0, 0], told
-    # Equal over 5 seeds, in fp32 and bf16.
+    # Equal over 5 seeds, in fp32 and, except for the last case with AMX, in bf16.
     assert len(losses("alone")) == 9 and losses("alone") == pytest.approx(losses("both"), abs=1e-3)
     # Evaluations are summed over processes.
     last = [Run.read(tmp_path / name).last for name in ("alone", "both")]
