@@ -275,6 +275,13 @@ def peak_memory(device: torch.device) -> int:
     """This process's peak memory in bytes: allocated by torch on a GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # On Linux, ru_maxrss includes the memory of the process that started this one, so read the
+    # peak of this process alone.
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text("utf-8"), re.MULTILINE)
+        if peak:
+            return 1024 * int(peak[1])
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":  # macOS counts in bytes, Linux in KiB
         return size

@@ -204,3 +204,24 @@ def test_large_tensors_are_in_huge_pages():
     command = [sys.executable, "-c", ALLOCATE]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     assert int(result.stdout) >= 60 * 1024  # kB
+
+
+PRINT_PEAK = """
+import torch
+from run import hardware
+
+print(hardware.peak_memory(torch.device("cpu")))
+"""
+START_FROM_A_LARGE_PROCESS = """
+import subprocess
+import sys
+
+memory = b"x" * 2**31
+subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+
+
+def test_peak_memory_excludes_the_parent_process():
+    command = [sys.executable, "-c", START_FROM_A_LARGE_PROCESS, PRINT_PEAK]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    assert 2**26 < int(result.stdout) < 2**30  # importing torch takes some 300 MB
