@@ -266,14 +266,15 @@ def fused_attention_kernel(
         # FlashAttention needs values of the same width as queries and keys.
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
+    elif q.shape[2] == 1 and mask is not None:
+        # A decode step. The query heads of a key head become the rows of one matrix product.
+        folded_q, folded_mask = fold_query_heads(q, k, mask)
+        y = F.scaled_dot_product_attention(
+            folded_q, k, v, folded_mask, options.dropout, scale=options.scale
+        )
+        return y.flatten(1, 2).unsqueeze(2)
     elif q.is_cuda and not can_flash_attention(q, mask, options.dropout):
         # Without FlashAttention, grouped heads would run in a kernel that stores all scores.
-        if q.shape[2] == 1 and mask is not None:
-            folded_q, folded_mask = fold_query_heads(q, k, mask)
-            y = F.scaled_dot_product_attention(
-                folded_q, k, v, folded_mask, options.dropout, scale=options.scale
-            )
-            return y.flatten(1, 2).unsqueeze(2)
         k = expand_heads(k, q)
         v = expand_heads(v, q)
     y = F.scaled_dot_product_attention(
@@ -459,12 +460,17 @@ class AttentionKernel(nn.Module):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 
-        # The fused kernel supports no soft-cap, bias or sink. Blockwise attention, if compiled, is
-        # also faster in two cases: short causal sequences on a CPU in bf16, and a single query,
-        # which needs no matrix product.
-        is_bf16_on_cpu = q.device.type == "cpu" and v.dtype == torch.bfloat16
-        is_short = mask is None and length <= MAX_COMPILED_TOKENS
-        prefers_blocks = is_compiling and (length == 1 or (is_bf16_on_cpu and is_short))
+        # The fused kernel supports no soft-cap, bias or sink. Compiled blockwise attention is also
+        # faster for a single query on a GPU, and on a CPU for short causal sequences in bf16, and
+        # for a single query if values and keys differ in width, which torch's CPU kernel does not
+        # support.
+        is_cpu = q.device.type == "cpu"
+        if length == 1:
+            prefers_blocks = not is_cpu or q.shape[-1] != v.shape[-1]
+        else:
+            is_short = mask is None and length <= MAX_COMPILED_TOKENS
+            prefers_blocks = is_cpu and v.dtype == torch.bfloat16 and is_short
+        prefers_blocks = prefers_blocks and is_compiling
         if is_fusable and not prefers_blocks:
             y = fused_attention_kernel(q, k, v, mask, options)
         else:

@@ -127,15 +127,36 @@ def test_the_default_scale_depends_on_the_head_width():
     close(y, AttentionKernel()(*by_tokens(q, k, v), visible, scale=SCALE))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_compiled_single_token_step_calls_no_matrix_product(device, monkeypatch):
+@pytest.mark.parametrize(("device", "value_width"), [("cpu", 6), ("meta", 8)])
+def test_a_compiled_single_token_step_calls_no_matrix_product(device, value_width, monkeypatch):
+    """On a GPU (here: meta), and on a CPU if keys and values have different widths."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q = torch.ones(2, 1, 4, 8, device=device)
     k = torch.ones(2, 9, 2, 8, device=device)
+    v = torch.ones(2, 9, 2, value_width, device=device)
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device)
     with Operations() as operations:
-        AttentionKernel()(q, k, k, Visibility(mask, None, None))
+        AttentionKernel()(q, k, v, Visibility(mask, None, None))
     assert not {name for name in operations.names if "bmm" in name or "attention" in name}
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_a_single_token_step_on_a_cpu_reads_each_key_head_once(is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    q, k, v = (random(2, 1, 6, 8), random(2, 9, 2, 8), random(2, 9, 2, 8))
+    mask = random(2, 1, 1, 9) > 0
+    mask[..., 0] = True
+    shapes = []
+
+    def attention(q: Tensor, *arguments, **options) -> Tensor:
+        shapes.append(q.shape)
+        return scaled_dot_product_attention(q, *arguments, **options)
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
+    y = AttentionKernel()(q, k, v, Visibility(mask, None, None))
+    assert shapes == [(2, 2, 3, 8)]  # three query heads per key head
+    expected = eager_attention(*by_tokens(q, k, v), mask, ScoreOptions(SCALE))
+    close(y.transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("kernel", [eager_attention, kernels.blockwise_attention])
