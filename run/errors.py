@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from time import sleep
 from types import FrameType
 from typing import IO, NoReturn
 
@@ -24,6 +25,8 @@ DIVERGED = 4
 STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
+
+TIME_TO_REPORT = 10.0  # seconds that other ranks give the first rank to print a shared problem
 
 # Errors of a full, read-only or broken disk, or of a network disk that has disappeared.
 NO_ROOM = {
@@ -83,7 +86,9 @@ def exit_with(code: int, *problems: object, once_per_machine: bool = False) -> N
     them prints the lines.
     """
     assert code != 0
-    if not once_per_machine or os.environ.get("LOCAL_RANK", "0") == "0":
+    if once_per_machine and os.environ.get("LOCAL_RANK", "0") != "0":
+        wait_for_first_rank()
+    else:
         for problem in problems:
             line = " ".join(str(problem).split())
             if "fix: " not in line:
@@ -95,6 +100,17 @@ def exit_with(code: int, *problems: object, once_per_machine: bool = False) -> N
         with suppress(OSError):
             flush(stream)
     raise SystemExit(code)
+
+
+def wait_for_first_rank() -> None:
+    """Give the first rank of this machine time to print the problem.
+
+    As soon as a rank exits, torchrun ends the others, so the line would be lost if the first rank
+    had not printed it yet. This rank is ended once the first rank exits.
+    """
+    with suppress(ValueError):  # only the main thread can change handlers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sleep(TIME_TO_REPORT)
 
 
 def flush(stream: IO | None) -> None:

@@ -1,5 +1,6 @@
 """The selection of the device, and the precision of fp32 products."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,9 +121,17 @@ def test_ranks_on_mps_are_refused(monkeypatch):
 def test_invalid_input_is_reported_once_per_machine(rank, local_rank, is_said, monkeypatch, capsys):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    with pytest.raises(SystemExit), errors.user_input():
-        raise ValueError("no matching files. fix: check the path")
+    waits = []
+    monkeypatch.setattr(errors, "sleep", waits.append)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit), errors.user_input():
+            raise ValueError("no matching files. fix: check the path")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert ("error: no matching files" in capsys.readouterr().err) == is_said
+    # The others give the first rank time to print.
+    assert waits == ([] if is_said else [errors.TIME_TO_REPORT])
 
 
 def test_rocm_architectures_are_not_compared(v100, monkeypatch):
