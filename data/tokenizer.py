@@ -163,10 +163,14 @@ class Tokenizer:
                 num_threads=len(cores()),
                 minloglevel=2,
             )
-        except RuntimeError:
+        except RuntimeError as error:
+            fix = "use more text, or a smaller data.vocab_size"
+            # SentencePiece requires a token for each byte and each frequent character.
+            smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+            if smallest:
+                fix = f"data.vocab_size={smallest[1]} or more"
             raise ValueError(
-                f"cannot train a tokenizer on this text ({vocab_size=}). fix: use more text, or a "
-                "smaller data.vocab_size (above 300)"
+                f"cannot train a tokenizer on this text (data.vocab_size={vocab_size}). fix: {fix}"
             ) from None
         return cls({cls.FILE: model.getvalue()})
 
@@ -325,8 +329,9 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"not a token id below {self.vocab_size} ({word}). fix: write ids such as 2; "
-                    "for text prompts, train with data.tokenizer=FILE"
+                    f"not a token id below {self.vocab_size} ({word}): the run has no tokenizer. "
+                    "fix: write ids such as 2; for text, choose a run with a tokenizer (--run), or "
+                    "train with data=tokens data.tokenizer=FILE"
                 )
             tokens.append(int(word))
         return tokens

@@ -125,7 +125,11 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def truncated(self, count: int) -> "LayerCache":
-        """Return a view that uses only the first `count` slots; it shares the tensors."""
+        """Return a view that uses only the first `count` slots; it shares the tensors.
+
+        No row may contain more than `count` tokens after the next update. A ring that is at most
+        that full is an ordinary cache.
+        """
         # Do not compare with ==, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
             return self

@@ -147,7 +147,10 @@ def check_arguments(target: Callable, arguments: dict, path: str) -> None:
         items = value if isinstance(value, list) else [value]
         for item in items:
             if isinstance(item, int | float) and (item < 0 or (item == 0 and is_positive)):
-                raise ValueError(f"{key} is too small (got {shown(value)}). fix: leave {key} out")
+                minimum = "greater than 0" if is_positive else "at least 0"
+                raise ValueError(
+                    f"{key} must be {minimum} (got {shown(value)}). fix: leave {key} out"
+                )
 
 
 def type_in_words(annotation: Any) -> str:

@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
         print(line)
     words = (f"init_from={args.out}", f"distill={args.model}")
     print(
-        f"written: {args.out}. To heal it: python train.py {shlex.join(words)} data=text "
+        f"written: {args.out}. To continue training it: python train.py {shlex.join(words)} data=text "
         "data.path=TEXT optimizer.lr=0.005"
     )
 

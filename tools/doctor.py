@@ -63,14 +63,16 @@ def slow(device: torch.device) -> list[str]:
         )
     load = threads.lasting_load()
     if load >= threads.FEW_CORES:
-        num_threads = torch.get_num_threads()
+        problem = f"other programs use {load:.1f} of {num_cores} cores"
+        fix = "stop them or wait"
         if "OMP_NUM_THREADS" not in os.environ:
-            num_threads, _ = threads.free_threads(num_threads)
-        findings.append(
-            f"other programs use {load:.1f} of {num_cores} cores, so train.py would use "
-            f"threads={num_threads}. fix: stop them or wait; set OMP_NUM_THREADS=1 if they keep "
-            f"running, or OMP_NUM_THREADS={num_cores} to use all cores"
-        )
+            num_threads, _ = threads.free_threads(torch.get_num_threads())
+            problem += f", so train.py would use threads={num_threads}"
+            fix += (
+                "; set OMP_NUM_THREADS=1 if they keep running, or "
+                f"OMP_NUM_THREADS={num_cores} to use all cores"
+            )
+        findings.append(f"{problem}. fix: {fix}")
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
     if missing is not None:

@@ -192,7 +192,7 @@ class TimeBudget:
         next_check = progress.step + self.check_interval(progress)
         fitted = self.schedule(next_check, progress.total_steps)
         refitted = self.schedule(next_check, steps)
-        last = self.schedule(progress.step - 1, progress.total_steps)
+        last = self.schedule(progress.step - 1, progress.total_steps)  # of the step just taken
         is_large = difference > TOLERANCE * progress.total_steps
         is_urgent = refitted != fitted or min(steps, progress.total_steps) <= next_check
         return is_large and is_urgent and refitted <= last

@@ -206,6 +206,7 @@ class Checkpointer:
 
         # A fitted number of steps is kept, even if max_minutes changes, unless the user changes the
         # limit by steps, tokens or passes. A run that is not fitted yet obeys the new max_minutes.
+        # A number of steps that the user gives now for a fitted run is exact, so it is not refitted.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -253,16 +254,19 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     if is_same_text and then.get("row_order") != now.get("row_order"):
         raise ValueError(
             f"{path} was saved by a version that reads the rows of a text in a different order. "
-            "fix: resume with that version; to start a new run from its weights: resume=false "
-            f"{shlex.quote(f'init_from={path.parent.parent}')}"
+            "fix: resume with that version; to start a new run from its weights: "
+            f"{shlex.quote(f'init_from={path.parent.parent}')}, without run_dir and resume"
         )
     changed, refused = changes_since(then, now)
     if refused:
         run = path.parent.parent
+        if any(change.startswith("model.") for change in refused):
+            new_run = "with a different model, start a new run"
+        else:
+            new_run = f"to start a new run from its weights: {shlex.quote(f'init_from={run}')}"
         raise ValueError(
             f"{path} was saved with a different {', '.join(refused)}. fix: {resume_command(run)}, "
-            "which uses the run's overrides; to start a new run from its weights: resume=false "
-            f"{shlex.quote(f'init_from={run}')}"
+            f"which uses the run's overrides; {new_run}, without run_dir and resume"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

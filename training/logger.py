@@ -187,8 +187,9 @@ class Logger:
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
                 say(
-                    f"overfitting: the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} "
-                    "nats per token. fix: use more text or fewer steps"
+                    f"the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} nats per token. "
+                    "fix: use more text or fewer steps if the text was read several times, or "
+                    "else a lower optimizer.lr"
                 )
         except (OSError, ValueError, LookupError) as error:
             say(f"warning: cannot draw loss.png: {error}")

@@ -44,6 +44,7 @@ def set_up_run(
     """
     settings, pretrained = adopt_pretrained(settings, overrides)
     device = hardware.pick_device(settings.device)
+    # Only their errors matter here.
     hardware.pick_precision(settings.precision, device)
     compilation.pick_compile(settings.compile, device, is_long=True)
     check_buildable(settings)

@@ -42,9 +42,7 @@ class Progress:
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:
     """Exit with code 4. All checkpoints have finite weights."""
-    errors.exit_with(
-        errors.DIVERGED,
-        f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32; "
-        f"resume=true continues from step {progress.saved_step}",
-        once_per_machine=True,
-    )
+    problem = f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32"
+    if progress.saved_step > 0:
+        problem += f"; resume=true continues from step {progress.saved_step}"
+    errors.exit_with(errors.DIVERGED, problem, once_per_machine=True)

@@ -72,8 +72,9 @@ class SoftmaxAttention(Attention):
             if head_dim % 2:
                 fix = f"attention.head_dim={head_dim + 1}"
             raise ValueError(
-                f"RoPE needs an even number of rotated features per head ({dim=}; {head_dim=} "
-                f"times {rope_fraction=} is {head_dim * rope_fraction:g}). fix: {fix}"
+                "RoPE needs an even number of rotated features per head, between 2 and head_dim "
+                f"({dim=}; {head_dim=} times {rope_fraction=} is {head_dim * rope_fraction:g}). "
+                f"fix: {fix}"
             )
 
         self.heads = heads

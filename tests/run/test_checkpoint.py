@@ -118,7 +118,9 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
         with pytest.raises(SystemExit) as end:
             action(run.progress)
         assert end.value.code == 4
-        assert "training diverged (by step 3)" in capsys.readouterr().err
+        problem = capsys.readouterr().err
+        assert "training diverged (by step 3)" in problem
+        assert "resume=true" not in problem  # there is no checkpoint
     assert not [*run.run_dir.glob("checkpoints/*")]
 
 

@@ -94,6 +94,10 @@ def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):
     assert "quota allows 1.5 of 2 cores. fix: " in quota
     assert "other programs use 1.2 of 2 cores, so train.py would use threads=1. " in load
     assert "fix: " in load and "OMP_NUM_THREADS=2" in load and "OMP_NUM_THREADS=1" in load
+    # The number of threads is already set.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines = diagnose().out.splitlines()
+    assert "slow: other programs use 1.2 of 2 cores. fix: stop them or wait" in lines
 
 
 def test_a_gpu_and_its_training_settings_are_reported(diagnose, gpu):

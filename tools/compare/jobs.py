@@ -224,7 +224,8 @@ def train_all(jobs: list[Job]) -> None:
                 process.wait()
     if signals.received:
         errors.exit_with(
-            signals.received, "stopped; the runs are saved. fix: run the same command to continue"
+            signals.received,
+            "stopped; runs that finished a step are saved. fix: run the same command to continue",
         )
 
 
