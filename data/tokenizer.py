@@ -330,8 +330,8 @@ class IdTokenizer(Tokenizer):
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
                     f"not a token id below {self.vocab_size} ({word}): the run has no tokenizer. "
-                    "fix: write ids such as 2; for text, choose a run with a tokenizer (--run), or "
-                    "train with data=tokens data.tokenizer=FILE"
+                    "fix: write ids such as 2; for text, choose a run with a tokenizer (--run), "
+                    "train on data=text, or give data=tokens a data.tokenizer=FILE"
                 )
             tokens.append(int(word))
         return tokens

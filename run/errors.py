@@ -26,7 +26,7 @@ STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
 
-TIME_TO_REPORT = 10.0  # seconds that other ranks give the first rank to print a shared problem
+TIME_TO_REPORT = 10.0  # seconds for which other ranks wait until local rank 0 prints a problem
 
 # Errors of a full, read-only or broken disk, or of a network disk that has disappeared.
 NO_ROOM = {
@@ -82,12 +82,12 @@ def end_quietly(number: int, frame: FrameType | None) -> NoReturn:
 def exit_with(code: int, *problems: object, once_per_machine: bool = False) -> NoReturn:
     """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
 
-    Set `once_per_machine` for problems that occur on every rank of a machine, so that only one of
-    them prints the lines.
+    Set `once_per_machine` for problems that occur on every rank of a machine, so that only local
+    rank 0 prints the lines. The other ranks wait up to TIME_TO_REPORT for it to exit.
     """
     assert code != 0
     if once_per_machine and os.environ.get("LOCAL_RANK", "0") != "0":
-        wait_for_first_rank()
+        wait_for_local_rank0()
     else:
         for problem in problems:
             line = " ".join(str(problem).split())
@@ -102,13 +102,14 @@ def exit_with(code: int, *problems: object, once_per_machine: bool = False) -> N
     raise SystemExit(code)
 
 
-def wait_for_first_rank() -> None:
-    """Give the first rank of this machine time to print the problem.
+def wait_for_local_rank0() -> None:
+    """Wait until local rank 0 has had time to print the problem.
 
-    As soon as a rank exits, torchrun ends the others, so the line would be lost if the first rank
-    had not printed it yet. This rank is ended once the first rank exits.
+    torchrun ends all ranks as soon as one exits, so the line could be lost. When local rank 0
+    exits, torchrun ends this rank with SIGTERM.
     """
     with suppress(ValueError):  # only the main thread can change handlers
+        # The handler of `Signals` would print a second message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sleep(TIME_TO_REPORT)
 

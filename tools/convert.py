@@ -39,8 +39,8 @@ def main(args: argparse.Namespace) -> None:
         print(line)
     words = (f"init_from={args.out}", f"distill={args.model}")
     print(
-        f"written: {args.out}. To continue training it: python train.py {shlex.join(words)} data=text "
-        "data.path=TEXT optimizer.lr=0.005"
+        f"written: {args.out}. To continue training it: python train.py {shlex.join(words)} "
+        "data=text data.path=TEXT optimizer.lr=0.005"
     )
 
 

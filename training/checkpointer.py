@@ -206,7 +206,8 @@ class Checkpointer:
 
         # A fitted number of steps is kept, even if max_minutes changes, unless the user changes the
         # limit by steps, tokens or passes. A run that is not fitted yet obeys the new max_minutes.
-        # A number of steps that the user gives now for a fitted run is exact, so it is not refitted.
+        # If the user now gives a number of steps for a fitted run, it is exact, so it is not fitted
+        # again.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -254,19 +255,23 @@ def check_resumed(then: dict, now: dict, path: Path) -> str:
     if is_same_text and then.get("row_order") != now.get("row_order"):
         raise ValueError(
             f"{path} was saved by a version that reads the rows of a text in a different order. "
-            "fix: resume with that version; to start a new run from its weights: "
-            f"{shlex.quote(f'init_from={path.parent.parent}')}, without run_dir and resume"
+            "fix: resume with that version; to start a new run from its weights, leave out run_dir "
+            f"and resume, and add {shlex.quote(f'init_from={path.parent.parent}')}"
         )
     changed, refused = changes_since(then, now)
     if refused:
         run = path.parent.parent
-        if any(change.startswith("model.") for change in refused):
-            new_run = "with a different model, start a new run"
-        else:
-            new_run = f"to start a new run from its weights: {shlex.quote(f'init_from={run}')}"
+        other = "for a different model, start a new run without run_dir and resume"
+        # Weights can be trained further at another context, but only in the same architecture.
+        keys = {change.partition(" ")[0] for change in refused} - {"model.context"}
+        if not any(key.startswith("model.") for key in keys):
+            other = (
+                "to start a new run from its weights, leave out run_dir, resume and overrides of "
+                f"the model, and add {shlex.quote(f'init_from={run}')}"
+            )
         raise ValueError(
             f"{path} was saved with a different {', '.join(refused)}. fix: {resume_command(run)}, "
-            f"which uses the run's overrides; {new_run}, without run_dir and resume"
+            f"which uses the run's overrides; {other}"
         )
     return f"changed since {path.name}: {', '.join(changed)}" if changed else ""
 

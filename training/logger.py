@@ -188,8 +188,8 @@ class Logger:
             if losses[-1] > MIN_RISE * lowest:
                 say(
                     f"the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} nats per token. "
-                    "fix: use more text or fewer steps if the text was read several times, or "
-                    "else a lower optimizer.lr"
+                    "fix: use a lower optimizer.lr or, if the run made several passes over the "
+                    "text, more text or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
             say(f"warning: cannot draw loss.png: {error}")

@@ -51,7 +51,7 @@ class Muon(Optimizer):
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
-    """Orthogonalize what `step` left in p.grad, and update the matrices, all of the same shape."""
+    """Orthogonalize the updates that `step` stored in p.grad; apply them to matrices of one shape."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     rows, columns = matrices[0].shape

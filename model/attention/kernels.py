@@ -460,10 +460,10 @@ class AttentionKernel(nn.Module):
             y = flex_attention_kernel(q, k, v, mask, options, visible.rule)
             return y.transpose(1, 2)
 
-        # The fused kernel supports no soft-cap, bias or sink. Compiled blockwise attention is also
-        # faster for a single query on a GPU, and on a CPU for short causal sequences in bf16, and
-        # for a single query if values and keys differ in width, which torch's CPU kernel does not
-        # support.
+        # The fused kernel supports no soft-cap, bias or sink. If compiled, blockwise attention is
+        # faster for a single query on a GPU, where it needs no matrix product, and for short causal
+        # sequences in bf16 on a CPU. It also computes a single query on a CPU if keys and values
+        # differ in width, because torch's fused CPU kernel does not support that.
         is_cpu = q.device.type == "cpu"
         if length == 1:
             prefers_blocks = not is_cpu or q.shape[-1] != v.shape[-1]

@@ -286,8 +286,19 @@ def test_resume_refuses_a_run_with_a_different_row_order():
 def test_the_override_for_a_new_run_can_be_pasted_if_the_path_has_a_space(change):
     with pytest.raises(ValueError, match="init_from=") as refused:
         checkpointer.check_resumed(THEN, THEN | change, Path("my run/checkpoints/step-00000001"))
-    pasted = str(refused.value).partition("resume=false ")[2]
+    pasted = str(refused.value).rpartition(" and add ")[2]
     assert shlex.split(pasted) == ["init_from=my run"]
+
+
+@pytest.mark.parametrize(
+    ("model", "can_start"), [({"dim": 1, "context": 32}, True), ({"dim": 2}, False)]
+)
+def test_a_refused_resume_suggests_weights_only_for_the_same_architecture(model, can_start):
+    with pytest.raises(ValueError, match="start a new run") as refused:
+        checkpointer.check_resumed(
+            THEN, THEN | {"model": model}, Path("r/checkpoints/step-00000001")
+        )
+    assert ("add init_from=r" in str(refused.value)) == can_start
 
 
 def test_resume_reports_a_change_of_machine():
