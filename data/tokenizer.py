@@ -329,9 +329,9 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"not a token id below {self.vocab_size} ({word}): the run has no tokenizer. "
-                    "fix: write ids such as 2; for text, choose a run with a tokenizer (--run), "
-                    "train on data=text, or give data=tokens a data.tokenizer=FILE"
+                    f"the run has no tokenizer, and this is no token id below {self.vocab_size} "
+                    f"({word}). fix: write ids such as 2; for text, choose a run with a tokenizer "
+                    "(--run), train on data=text, or give data=tokens a data.tokenizer=FILE"
                 )
             tokens.append(int(word))
         return tokens
