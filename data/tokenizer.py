@@ -329,7 +329,7 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"the run has no tokenizer, and this is no token id below {self.vocab_size} "
+                    f"the run has no tokenizer, and this is not a token id below {self.vocab_size} "
                     f"({word}). fix: write ids such as 2; for text, choose a run with a tokenizer "
                     "(--run), train on data=text, or give data=tokens a data.tokenizer=FILE"
                 )

@@ -387,7 +387,7 @@ def describe_end(steps: float, minutes: float | None) -> str:
     """Describe the limits of a run, such as "500 steps or 5 minutes"; it has at least one."""
     limits = []
     if steps != math.inf:
-        limits.append(f"{steps:,} steps")
+        limits.append(f"{steps:,} step{'s' * (steps != 1)}")
     if minutes is not None:
         limits.append(f"{minutes:g} minute{'s' * (minutes != 1)}")
     return " or ".join(limits)

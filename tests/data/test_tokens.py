@@ -103,7 +103,10 @@ def test_a_run_on_token_ids_needs_no_tokenizer(command):
     result = command("generate.py", "--run", "run", "5 6 7", "--max-new-tokens", "9", "--stop", "!")
     assert result.code == 0 and all(word.isdecimal() for word in result.out.split()), result.err
     result = command("generate.py", "--run", "run", "five")
-    assert (result.code, result.out) == (2, "") and "(five). fix: " in result.err
+    assert (result.code, result.out) == (2, "")
+    assert (
+        f"this is not a token id below {VOCABULARY}" in result.err and "(five). fix: " in result.err
+    )
     fill(Path("corpus"), "llama-3", seed=2)
     result = command("train.py", *words, "steps=8", "resume=true")
     assert result.code == 2 and "was saved with a different text" in result.err

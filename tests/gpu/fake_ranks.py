@@ -48,6 +48,13 @@ class Step:
     calls: Counter[str]  # number of collectives of each kind on device tensors
     sent_bytes: float  # by these collectives, with ring algorithms
 
+    def __str__(self) -> str:
+        return (
+            f"memory: {self.peak_bytes / 1e9:.1f} GB at the peak, {self.held_bytes / 1e9:.1f} GB "
+            f"between steps; each step: {self.calls.total()} collectives, which send "
+            f"{self.sent_bytes / 1e9:.1f} GB"
+        )
+
 
 class RankMonitor(TorchDispatchMode):
     """Counts the current and peak bytes of device storages, and collectives."""

@@ -1,5 +1,6 @@
 """Memory and communication of a rank on simulated GPUs."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from run.distributed import DistEnv
 from run.settings import Settings
 from run.sharding import full_tensor, shard_like
 from tests.conftest import redraw, settings_of
-from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, process_group, simulate
+from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, Step, process_group, simulate
 from training.parallel import BUCKET_MIB, build_parallel, compile_model
 
 DEPTH = 2
@@ -52,6 +53,18 @@ def test_a_sharded_step_gathers_blocks_twice_and_reduces_gradients_once_per_micr
     alone = simulate(*SMALL, CHECKPOINTED, gpus=1)
     assert step.held_bytes == pytest.approx(3 * 4 * (BLOCKS + OUTER) / gpus, rel=0.1)
     assert step.peak_bytes < alone.peak_bytes
+
+
+def test_a_simulated_step_is_described_in_gigabytes():
+    step = Step(
+        held_bytes=2_000_000_000,
+        peak_bytes=51_370_000_000,
+        calls=Counter(allgather=90, reducescatter=46, allreduce=1),
+        sent_bytes=15_430_000_000.0,
+    )
+    memory, communication = str(step).split("; ")
+    assert memory == "memory: 51.4 GB at the peak, 2.0 GB between steps"
+    assert communication == "each step: 137 collectives, which send 15.4 GB"
 
 
 def test_replicas_reduce_their_gradients_once_per_step():

@@ -18,6 +18,8 @@ from tests.faults.harness import wait_for
 from tests.run.forks import Forked
 from tests.tools.pages import table
 from tools.compare import jobs, measures
+from tools.compare.__main__ import announce
+from tools.compare.plan import Variant
 from tools.compare.runs import Run, group_by_variant, median_of_log
 
 COMPARE = "tools/compare/__main__.py"
@@ -251,6 +253,12 @@ def test_runs_are_grouped_into_variants_by_their_settings():
     ]
     groups = group_by_variant([one, other, window])
     assert groups == {"test window=None": [one, other], "test window=5": [window]}
+
+
+@pytest.mark.parametrize(("seeds", "text"), [([0], "1 run in out/"), ([0, 1], "2 runs in out/")])
+def test_the_number_of_runs_is_announced(capsys, seeds, text):
+    announce([Variant("gqa", [*TINY, "steps=1"], seeds, Path("out"), "gqa")], has_search=False)
+    assert capsys.readouterr().err == f"{text}\n"
 
 
 def test_variant_names_stay_short():

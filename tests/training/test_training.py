@@ -435,6 +435,7 @@ def test_a_teacher_computes_no_gradients(run_of):
 @pytest.mark.parametrize(
     ("steps", "minutes", "text"),
     [
+        (1, None, "1 step"),
         (1500, None, "1,500 steps"),
         (1500, 0.5, "1,500 steps or 0.5 minutes"),
         (math.inf, 1, "1 minute"),

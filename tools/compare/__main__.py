@@ -77,7 +77,7 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
     from tools.compare.tuning import FACTORS
 
     count = sum(len(variant.seeds) for variant in variants)
-    text = f"{count} runs in {variants[0].folder}/"
+    text = f"{count} run{'s' * (count != 1)} in {variants[0].folder}/"
     if has_search:
         searched = len(FACTORS) * len(variants)
         count += searched
