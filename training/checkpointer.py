@@ -30,7 +30,7 @@ from training.trainer import Trainer
 
 
 class SavedMachine(BaseModel):
-    """The machine properties in config.json that a resumed run keeps."""
+    """The machine properties in config.json, which decide what a resumed run keeps."""
 
     model_config = ConfigDict(strict=True)
 
@@ -159,7 +159,7 @@ class Checkpointer:
             step=progress.step,
             steps=progress.total_steps,
             expected_steps=progress.expected_steps,
-            is_fitted=self.budget.has_limit and self.budget.is_fitted,
+            is_fitted=self.budget.is_fitted,
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),

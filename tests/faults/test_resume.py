@@ -162,6 +162,18 @@ def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
     assert job.checkpoints[-1].name == "step-00000004"
 
 
+def test_a_fitted_run_without_its_time_limit_keeps_its_steps_after_every_resume(job, monkeypatch):
+    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
+    job.fresh()
+    words = ("steps=null", "max_epochs=1")
+    assert forked(job.with_words(*words, "max_minutes=1"), one_step_only) == 75
+    for _ in range(2):
+        assert forked(job.with_words(*words, "max_minutes=null"), one_step_only) == 75
+    assert forked(job.with_words(*words, "max_minutes=null")) == 0
+    assert job.checkpoints[-1].name == "step-00000004"
+
+
 def compiled_to_other_bits() -> None:
     """Simulate a compilation that slightly changes the results."""
 
