@@ -20,10 +20,20 @@ class Signals:
     """Inside `with`, a signal ends the process at once; between `arm` and `finish`, it is recorded.
 
     A second Ctrl-C ends a single process at once, but not under torchrun, which may send its
-    processes the same Ctrl-C twice.
+    processes the same Ctrl-C twice. `notice` is printed when a signal is recorded, `warning` after
+    it if a second Ctrl-C ends the process, and `problem` when that happens.
     """
 
-    def __init__(self):
+    def __init__(
+        self,
+        notice: str = "saving after this step",
+        warning: str = "a second Ctrl-C stops without saving",
+        problem: str = "stopped immediately: the steps since the last checkpoint are lost. fix: run "
+        "the command again with resume=true",
+    ):
+        self.notice = notice
+        self.warning = warning
+        self.problem = problem
         self.received = 0  # the exit code requested by a signal to this process; 0 without one
         self.agreed = 0  # the exit code that all ranks have agreed on
         self.is_armed = False
@@ -72,17 +82,14 @@ class Signals:
                     "resume=true to complete the logs"
                 )
             elif is_repeated:
-                problem = (
-                    "stopped immediately: the steps since the last checkpoint are lost. fix: run "
-                    "the command again with resume=true"
-                )
+                problem = self.problem
             errors.exit_with(EXIT_CODES[number], problem)
         # The handler may have interrupted a print, so it must not print.
         if self.received == 0:
             self.received = EXIT_CODES[number]
-            message = "saving after this step"
+            message = self.notice
             if "RANK" not in os.environ:
-                message += "; a second Ctrl-C stops without saving"
+                message += f"; {self.warning}"
             # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
                 os.write(2, f"\n{message}\n".encode())

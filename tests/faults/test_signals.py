@@ -129,6 +129,16 @@ def test_only_a_single_process_announces_a_second_ctrl_c(monkeypatch, capfd):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_the_owner_of_the_signals_chooses_the_messages(capfd):
+    owner = Signals(notice="stopping", warning="twice ends", problem="not awaited. fix: continue")
+    with owner as signals, pytest.raises(SystemExit) as ended:
+        signals.arm()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended.value.code == CODES[signal.SIGINT]
+    assert capfd.readouterr().err == "\nstopping; twice ends\nerror: not awaited. fix: continue\n"
+
+
 WAITING = {
     "tokenizer": (preparation, "tokenizer_corpus"),
     "documents": (Tokenizer, "encode_documents"),

@@ -216,7 +216,9 @@ def test_a_signal_saves_and_ends_a_comparison(command, words, quick, tmp_path):
     wait_for(lambda: [*tmp_path.glob("out/run-0/checkpoints/step-*")])
     running.terminate()
     assert running.wait() == 75
-    assert "run the same command to continue" in (tmp_path / "said").read_text(encoding="utf-8")
+    said = (tmp_path / "said").read_text(encoding="utf-8")
+    assert "stopping: each run saves after its step; a second Ctrl-C does not wait" in said
+    assert "run the same command to continue" in said
     assert "is saved. To continue: " in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
     assert not Run.read(tmp_path / "out/run-0").done
 

@@ -201,7 +201,13 @@ def train_all(jobs: list[Job]) -> None:
     """
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
-    with Signals() as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
+    handlers = Signals(
+        notice="stopping: each run saves after its step",
+        warning="a second Ctrl-C does not wait for them",
+        problem="stopped without waiting: runs in progress still save and end. fix: run the same "
+        "command to continue",
+    )
+    with handlers as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:
