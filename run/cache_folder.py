@@ -37,6 +37,17 @@ def compiler_cache(wanted: Path) -> Path:
     return temporary_cache() or wanted
 
 
+def cache_with_locks() -> Path | None:
+    """Return a cache for torch.compile that supports file locks, and is not the clone's folder.
+
+    This is the user's cache or a temporary folder; it is created. Returns None if there is neither.
+    """
+    folder = user_cache()
+    if folder is not None and is_one_word(str(folder)) and has_locks(folder):
+        return folder
+    return temporary_cache()
+
+
 def is_one_word(path: str) -> bool:
     """Return whether a shell would read an unquoted path as one word."""
     with suppress(ValueError):  # an unbalanced quote
@@ -89,6 +100,6 @@ def temporary_cache() -> Path | None:
     say(
         f"warning: the cache is in {folder}, which may be deleted: .cache and {user_cache()} are "
         "not writable, lack file locks, or have a path that torch.compile cannot use. fix: set "
-        "XDG_CACHE_HOME=FOLDER"
+        "XDG_CACHE_HOME to the absolute path of a folder"
     )
     return folder

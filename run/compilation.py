@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from run import ROOT, errors
-from run.cache_folder import compiler_cache, has_locks, temporary_cache
+from run.cache_folder import cache_with_locks, compiler_cache, has_locks
 from run.hardware import processor_features
 from run.progress import say
 
@@ -122,7 +122,7 @@ def prepare_to_compile() -> None:
     # torch.compile locks the files of its cache.
     cache = Path(os.environ[CACHE_KEY])
     if not has_locks(cache):
-        cache = (temporary_cache() or cache.parent) / cache.name
+        cache = (cache_with_locks() or cache.parent) / cache.name
         os.environ[CACHE_KEY] = str(cache)
     clean_cache()
 

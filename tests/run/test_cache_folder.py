@@ -68,7 +68,7 @@ def test_the_cache_is_in_a_private_temporary_folder_if_there_is_no_home(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"warning: the cache is in {folder}, which may be deleted: ")
-    assert line.endswith(". fix: set XDG_CACHE_HOME=FOLDER")
+    assert line.endswith(". fix: set XDG_CACHE_HOME to the absolute path of a folder")
 
 
 @pytest.mark.parametrize("name", ["My Projects", "it's", 'a "clone"', "back\\slash", "a\ttab"])
@@ -111,12 +111,17 @@ def test_compiled_code_is_stored_on_a_file_system_that_supports_locks(
 
     monkeypatch.setattr(cache_folder, "acquire", acquire)
     elsewhere = tmp_path / f"attend-{os.getuid()}"
+    user = home / ".cache" / "attend"
+    nobody = Path("/dev/null")  # a user without a home folder
     places = (
-        (home / "compiled-2.13", home),
-        (share, elsewhere),
-        (NOWHERE / "compiled-2.13", elsewhere),
+        (home / "compiled-2.13", home, home),
+        (share, home, user),
+        (NOWHERE / "compiled-2.13", home, user),
+        (share, nobody, elsewhere),
+        (NOWHERE / "compiled-2.13", nobody, elsewhere),
     )
-    for cache, expected in places:
+    for cache, home_folder, expected in places:
+        monkeypatch.setenv("HOME", str(home_folder))
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         compilation.prepare_to_compile()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected / "compiled-2.13")
