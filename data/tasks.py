@@ -46,7 +46,7 @@ class TaskBatch(NamedTuple):
 
 @dataclass(kw_only=True)
 class Task(Source):
-    """A task, whose rows of `context` ids below `vocab_size` determine their own answers.
+    """A task. A row has `context` ids below `vocab_size`, from which its answers can be computed.
 
     The last id is BOS, which begins a prompt and occurs in no row. Raises ValueError if a row does
     not fit.
@@ -64,8 +64,8 @@ class Task(Source):
         except (ValueError, IndexError):
             raise ValueError(
                 f"rows with {self.sizes} answers do not fit (context={self.context}, "
-                f"data.vocab_size={self.vocab_size}). fix: increase these values, or use fewer "
-                "answers"
+                f"data.vocab_size={self.vocab_size}). fix: increase these values, or use smaller "
+                "data.pairs"
             ) from None
 
     @property
@@ -86,7 +86,8 @@ class Task(Source):
         targets = np.full(shape, IGNORE_INDEX, np.int64)
         distances = np.ones(shape, np.int64)
         for index, number in enumerate(numbers):
-            # Held-out rows come from separate random streams, independent of the seed.
+            # The last number separates held-out rows from training rows. The callers generate
+            # held-out rows with seed 0, so that they are the same in all runs.
             generator = np.random.default_rng((seed, number, int(is_held_out)))
             size = self.size_of(number)
             row = self.row(generator, size)
@@ -209,13 +210,21 @@ class Track(Task):
     elements: int
     length_name = "length"
 
+    def __post_init__(self):
+        num_permutations = math.factorial(self.elements)
+        if num_permutations >= self.vocab_size:
+            raise ValueError(
+                f"{self.elements} elements have {num_permutations} permutations, and BOS needs an "
+                f"id too (data.vocab_size={self.vocab_size}). fix: "
+                f"data.vocab_size={num_permutations + 1}, or a smaller data.elements"
+            )
+        super().__post_init__()
+
     @property
     def sizes(self) -> list[int]:
         return [self.context]
 
     def row(self, generator: np.random.Generator, size: int) -> Row:
-        if math.factorial(self.elements) >= self.vocab_size:
-            raise ValueError("too few ids")
         permutations = permutations_of(self.elements)
         inputs = generator.integers(len(permutations), size=size)
         state = np.arange(self.elements)

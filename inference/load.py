@@ -8,6 +8,7 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
 from model.transformer import Transformer
 from run import ROOT, checkpoint, compilation, hardware, threads
+from run.cli import DTYPES
 from run.progress import say, waiting
 
 
@@ -22,8 +23,10 @@ def load(
     Without a path, load the run that saved most recently. `dtype` is auto, fp32, bf16 or int8;
     `context` overrides the training context. Returns the model, its tokenizer and its name. On a
     GPU, this disables cuDNN attention in the whole process, in favor of flash attention. Raises
-    ValueError if there is no model.
+    ValueError for an unknown dtype, or if there is no model.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype ({dtype}). fix: choose one of {', '.join(DTYPES)}")
     hardware.use_huge_pages()
     device = hardware.pick_device(device)
     source = checkpoint.find_model(path)

@@ -228,7 +228,9 @@ def translate(
         if formula is not None:
             fields[formula] = convert(formula, value, given)
             if fields[formula] is None:
-                remarks.append(f"leave {word} out: its equivalent here is {FORMULAS[formula]}")
+                key = next(text for text in template.split() if f"{{{formula}}}" in text)
+                key = key.partition("=")[0]
+                remarks.append(f"replace {word} with {key}, which is {FORMULAS[formula]}")
                 continue
             remark = FORMULAS[formula].format(value=values[word])
             remarks.append(f"{word}: {remark}")

@@ -50,6 +50,7 @@ OTHER_OPTIONS = {
     "--precision": "--dtype",
     "--stop-sequence": "--stop",
 }
+DTYPES = ("auto", "fp32", "bf16", "int8")  # dtypes of the weights that --dtype accepts
 # Other programs' switches -> our options for on and for off; None: no option is needed.
 OTHER_SWITCHES = {
     "--greedy": ("--temperature 0", None),
@@ -301,10 +302,7 @@ def add_model_options(
         help="auto: a GPU if available",
     )
     parser.add_argument(
-        "--dtype",
-        choices=("auto", "fp32", "bf16", "int8"),
-        default="auto",
-        help=f"dtype of the weights; auto: {auto_dtype}",
+        "--dtype", choices=DTYPES, default="auto", help=f"dtype of the weights; auto: {auto_dtype}"
     )
 
 

@@ -67,16 +67,19 @@ def slow(device: torch.device) -> list[str]:
         fix = "stop them or wait"
         if "OMP_NUM_THREADS" not in os.environ:
             num_threads, _ = threads.free_threads(torch.get_num_threads())
-            problem += f", so train.py would use threads={num_threads}"
-            fix += (
-                "; set OMP_NUM_THREADS=1 if they keep running, or "
-                f"OMP_NUM_THREADS={num_cores} to use all cores"
-            )
+            threads_text = f"{num_threads} thread{'s' * (num_threads != 1)}"
+            problem += f", so train.py would use {threads_text}"
+            fix += f"; OMP_NUM_THREADS={num_cores} uses all cores anyway"
         findings.append(f"{problem}. fix: {fix}")
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
     if missing is not None:
         findings.append(missing)
+    elif driver is not None and torch.version.cuda is None:
+        findings.append(
+            f"this build of torch does not support NVIDIA GPUs (driver {driver}, torch "
+            f"{torch.__version__}). fix: install a build of torch for CUDA"
+        )
     elif driver is not None and device.type != "cuda":
         findings.append(
             f"torch cannot use the NVIDIA GPU here (driver {driver}, torch for CUDA "

@@ -205,7 +205,9 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
         unused["max_epochs"] = f"tokens_per_parameter={settings.tokens_per_parameter:g} is set"
     vocab_size = corpus.tokenizer.vocab_size
     if settings.data["vocab_size"] != vocab_size:
-        unused["data.vocab_size"] = f"the tokenizer has {vocab_size:,} tokens"
+        is_given = source.tokenizer is not None or settings.init_from is not None
+        limit = "the tokenizer has" if is_given else "the text is enough for only"
+        unused["data.vocab_size"] = f"{limit} {vocab_size:,} tokens"
 
     # Options that another option turns off.
     if "no_feed_forward" in settings.model["ffn"]["_target_"]:
@@ -219,13 +221,15 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
 
 
 @contextmanager
-def report_machine_errors() -> Iterator[None]:
+def report_machine_errors(run_dir: Path) -> Iterator[None]:
     """End with exit code 2 and one line if compilation fails or memory runs out."""
     try:
         yield
     except RuntimeError as error:
         problem = compilation.compile_problem(error)
-        fix = "compile=false resume=true"
+        fix = "run the same command with compile=false"
+        if any((run_dir / "checkpoints").glob(checkpoint.STEPS)):
+            fix = f"{folder.resume_command(run_dir)} compile=false"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
             fix = (
@@ -407,7 +411,7 @@ def summary(run: Run) -> str:
         f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
         f"ends after {describe_end(total_steps, settings.max_minutes)}"
     )
-    if passes > 1:
+    if 1 < passes < math.inf:
         text += f", in at most {passes:.1f} passes over the text"
     held_out = run.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:

@@ -12,11 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from run import compilation, errors, folder
 from run.distributed import DistEnv
 from tests.conftest import LONG, ROOT, TINY, settings_of, weights
 from train import take_step
+from training.setup import report_machine_errors
 
 COMPILING = """
 import sys
@@ -62,6 +64,20 @@ def test_each_instruction_set_has_a_separate_cache():
         how = {"cwd": ROOT, "env": env, "encoding": "utf-8"}
         caches.add(Path(subprocess.check_output([sys.executable, "-c", CACHE], **how).strip()))
     assert len(caches) == 2 and {cache.parent for cache in caches} == {ROOT / ".cache"}
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_run_that_cannot_be_compiled_suggests_its_own_checkpoint(tmp_path, capsys, is_saved):
+    run_dir = tmp_path / "run"
+    fix = "run the same command with compile=false"
+    if is_saved:
+        (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
+        fix = f"python train.py run_dir={run_dir} resume=true compile=false"
+    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir):
+        raise TorchDynamoException("no such compiler")
+    assert ended.value.code == 2
+    problem = "error: compilation failed (no such compiler)"
+    assert capsys.readouterr().err == f"{problem}. fix: {fix}\n"
 
 
 compiles = pytest.mark.skipif(

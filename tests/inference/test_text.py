@@ -104,6 +104,13 @@ def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, w
     assert line.startswith("error: 'utf-8' codec can't ") and "position 3: " in line
 
 
+def test_an_unknown_dtype_of_a_model_is_refused(drawn_run):
+    with pytest.raises(
+        ValueError, match=r"\(bfloat16\). fix: choose one of auto, fp32, bf16, int8"
+    ):
+        load(drawn_run, "cpu", "bfloat16")
+
+
 def test_generation_on_a_gpu_disables_cudnn_attention(drawn_run, monkeypatch):
     loaded = load_model(checkpoint.find_model(drawn_run), "cpu")
     monkeypatch.setattr(checkpoint, "load_model", lambda *_: loaded)

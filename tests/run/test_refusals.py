@@ -268,7 +268,6 @@ FOREIGN = {
     "beta1=0.8 beta2=0.99": "optimizer.betas=[0.8,0.99]",
     "grad_clip=0.0": "clip=null",
     "warmup_ratio=0.1 steps=1000": "schedule.warmup=100",
-    "warmup_ratio=0.1": "",
     "optim=adamw_torch": "optimizer=adamw",
     "lr_scheduler_type=cosine": "schedule=cosine",
     "dtype=bfloat16": "precision=bf16",
@@ -287,6 +286,12 @@ FOREIGN = {
     "attention.type=mla": "attention=mla",
     "always_save_checkpoint=True": "",
 }
+
+
+def test_our_name_of_an_option_is_given_even_if_its_value_cannot_be_converted():
+    with pytest.raises(OverrideError) as refused:
+        compose(["warmup_ratio=0.1"])  # the number of steps is unknown
+    assert "fix: replace warmup_ratio with schedule.warmup, which is ratio x" in str(refused.value)
 
 
 @pytest.mark.parametrize("typed", FOREIGN)
@@ -766,7 +771,8 @@ UNUSED = {
     "max_epochs=2": "steps=2 sets the length",
     "tokens_per_parameter=20": "steps=2 sets the length",
     "data.text_field=body": "only .jsonl, .parquet, .csv have fields",
-    "data.vocab_size=5000": "the tokenizer has ",
+    "data.vocab_size=5000": "the text is enough for only 400 tokens",
+    "data.tokenizer=FILE data.vocab_size=5000": "the tokenizer has 400 tokens",
     "ffn=none model.hidden=8": "there is no feed-forward",
     "attention.rope_base=null attention.rope_fraction=0.5": "attention.rope_base=null",
     "schedule.cooldown=0 schedule.floor=0.1": "schedule.cooldown=0",

@@ -293,6 +293,9 @@ def test_all_missing_options_of_a_conversion_are_reported_at_once(convert):
 
 
 REFUSED = [
+    ("sliding_window", "attention=mla", "attention.window=null first"),
+    ("chunked", "attention=mla", "attention.chunk=null first"),
+    ("softcap", "attention=mla", "train a new model"),
     ("mha", "model.dim=32", "attention=PRESET or attention.KEY=VALUE"),
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
     ("gqa", "attention.head_dim=32", "attention.head_dim=16"),

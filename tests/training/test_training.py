@@ -27,7 +27,7 @@ from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
 from training.profiling import StepProfiler
 from training.schedules import cosine, wsd
-from training.setup import describe_end
+from training.setup import describe_end, summary
 
 
 @pytest.mark.parametrize("attention", ["gqa", "dsa attention.topk=8 attention.index_weight=5.0"])
@@ -443,6 +443,12 @@ def test_a_teacher_computes_no_gradients(run_of):
 )
 def test_the_limits_of_a_run_are_described(steps, minutes, text):
     assert describe_end(steps, minutes) == text
+
+
+def test_the_number_of_passes_is_described_if_it_is_limited(run_of):
+    limits = ("steps=null", "max_minutes=1")
+    assert "in at most 3.0 passes over the text" in summary(run_of(*limits, "max_epochs=3"))
+    assert "passes over" not in summary(run_of(*limits, "max_epochs=null"))
 
 
 def test_a_signal_saves_the_checkpoint_before_the_trace(run_of, monkeypatch):

@@ -101,8 +101,13 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
     """Raise ValueError for options of `old` that MLA cannot express."""
     if old.rope_base is None or old.qk_norm == "after_rope":
         raise no_formula(layer, "keys, values -> a latent", "use RoPE without QK-norm after it")
-    plain = {"window": None, "chunk": None, "softcap": None, "rope_fraction": 1.0}
-    check_equal(layer, vars(old) | fixed_options(old), plain)
+    if old.kernel.softcap is not None or old.rotary_dim < old.head_dim:
+        change = "a soft-cap or a partial RoPE -> a latent"
+        raise no_formula(layer, change, "train a new model with attention=mla")
+    for option in ("window", "chunk"):
+        if getattr(old, option) is not None:
+            fix = f"convert with attention.{option}=null first, and then convert the result"
+            raise no_formula(layer, f"a {option} -> a latent", fix)
     positions = {"rope_base": old.rope_base, "rope_scaling": old.rope_scaling}
     check_equal(layer, vars(new), positions)
     if new.q_down_proj is not None:
