@@ -1,7 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
-Only the generated text is printed to standard output; speed and warnings go to standard error.
-If several texts are generated, each is preceded by a line with its prompt.
+The generated text is printed to standard output; speed and warnings go to standard error. If
+several texts are generated, a line with its number and the beginning of its prompt precedes each.
 """
 
 import argparse
@@ -68,7 +68,8 @@ def main(args: argparse.Namespace) -> None:
     memory = "no cache"
     if engine.cache is not None:
         memory = f"{engine.cache.nbytes:,} bytes of cache"
-    say(f"{name}: {num_tokens} tokens, {speed:,.0f} tokens/s, {memory}")
+    tokens = f"{num_tokens} token{'s' * (num_tokens != 1)}"
+    say(f"{name}: {tokens}, {speed:,.0f} tokens/s, {memory}")
 
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:

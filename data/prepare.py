@@ -1,6 +1,6 @@
 """Convert documents to token shards once; later runs find the shards in a cache.
 
-The cache is keyed by a hash of the documents and the tokenizer.
+The cache is keyed by a hash of the identity of the source and the tokenizer.
 
 A corpus is built under a lock and its folder appears atomically: if the folder exists, it is
 complete.

@@ -20,12 +20,12 @@ class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
     `features`: data stored for each token in reach, such as keys and values, by name. A feature of
-    shape (K, D) has a tensor (B, S, K, D), in which position p has slot p % size. The slots from
-    `size` to S are never used: one slot, or more in a truncated view. `size` is the smallest of
+    shape (K, D) has a tensor (B, slots, K, D), in which position p has slot p % size. The slots
+    from `size` on are never used: one slot, or more in a truncated view. `size` is the smallest of
     capacity, window and chunk. If `size` is below the capacity, the cache is a ring; otherwise
     every position has its own slot, and a row must not outgrow the capacity.
-    `scales`: in an int8 cache, an fp16 scale (B, S, K, 1) for each feature vector. A feature with
-    D = 1 stays in fp32.
+    `scales`: in an int8 cache, an fp16 scale (B, slots, K, 1) for each feature vector. A feature
+    with D = 1 has none, because it is in fp32 or wider in every cache.
     `states`: tensors (B, ...), by name, whose size does not depend on the row's length. They are in
     fp32 or wider; the states in `narrow_states` have the cache's dtype (bf16 for int8). The layer
     writes to them in place.

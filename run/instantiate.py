@@ -64,11 +64,11 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
 
 
 def instantiate_model(tree: dict, device: Device, dtype: torch.dtype) -> nn.Module:
-    """Build a model on a device; its parameters are in `dtype`, and are not initialized yet.
+    """Build a model on a device; its parameters are not initialized yet.
 
-    Buffers keep their own dtype, as under autocast. Vectors that no linear layer owns, such as
-    norms, sinks and decays, are in fp32 or wider. On the meta device, a model has only shapes.
-    Raises the same errors as `instantiate`.
+    Matrices and the biases of linear layers are in `dtype`. Other vectors, such as norms, sinks and
+    decays, are in fp32 or wider. Buffers keep their own dtypes, as under autocast. On the meta
+    device, a model has only shapes. Raises the same errors as `instantiate`.
     """
     with torch.device(device):
         model = instantiate(tree)

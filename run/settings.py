@@ -104,7 +104,7 @@ class Settings(BaseModel):
     device: Literal["auto", "cpu", "cuda", "mps"]
     """device to train on; auto: a GPU if available"""
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    """dtype of matrix products; weights stay in fp32. auto: bf16 if it is fast on the device"""
+    """dtype of matrix products; weights stay in fp32. auto: bf16 where the device multiplies it natively, fp16 on older NVIDIA GPUs, else fp32"""
     compile: Literal["auto", True, False]
     """use torch.compile; auto: only in runs long enough to benefit"""
 
@@ -121,7 +121,7 @@ class Settings(BaseModel):
     batch_tokens: PositiveInt
     """tokens per optimizer step, over all devices"""
     micro_batch: PositiveInt | None
-    """maximum number of sequences per forward pass on one device; null: up to 8 on a CPU, as many as fit into memory on a GPU, and always a divisor of the batch"""
+    """maximum number of sequences per forward pass on one device; null: as many as fit into memory on an NVIDIA GPU, up to 8 elsewhere, and always a divisor of the batch"""
     sharded: bool
     """shard weights, gradients and optimizer state over processes (FSDP)"""
     activation_checkpointing: bool

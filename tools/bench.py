@@ -314,7 +314,7 @@ def decode_ours(
     is_compiled = compilation.pick_compile(settings.compile, device, is_long=True)
 
     def run() -> Seconds:
-        # In the first turn, in which no other competitor runs.
+        # Compile or capture in the first turn, whose time is discarded.
         if is_compiled and engine.compiled_step is None:
             engine.compile()
         elif engine.can_capture:

@@ -64,8 +64,8 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return F.cross_entropy(logits, targets, reduction="none")
-    # For each target, the compiled CPU gradient of F.cross_entropy sums a one-hot row (V,), which
-    # takes longer than the exponentials. The code below builds the row, but not the sum.
+    # On a CPU, the compiled backward of F.cross_entropy sums a one-hot row (V,) for each target,
+    # which takes longer than the exponentials. The backward of the formula below has no such sum.
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     is_target = vocabulary == targets.int()[:, None]
     target_logits = torch.where(is_target, logits, 0.0).sum(dim=-1)

@@ -24,8 +24,8 @@ class LatentAttention(Attention):
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
     `query_rank`, queries are also projected from a latent. Without a `rope_base`, there is no RoPE,
-    and the part of width `rope_dim` is shared but not rotated. Raises ValueError for a
-    `rope_dim` that is odd or below 2.
+    and the part of width `rope_dim` is shared but not rotated. Raises ValueError if `rank`,
+    `rope_dim`, `rope_base` or `dropout` is out of range.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ answer.
 PARTS = """
 Repeated tokens complete a pair of tokens that occurred earlier in the same context; all other
 tokens are new. "4 x the context" measures length extrapolation: the loss on the last tokens of
-windows four times as long as the training context, minus the loss on the same tokens with one
-training context in front of them. The model is not trained further, and positions are not rescaled.
+windows four times as long as the training context, minus the loss on the same tokens at the end of
+windows as long as the training context. The model is not trained further, and positions are not rescaled.
 All intervals in this table are simultaneous.
 """
 COSTS = """
