@@ -116,7 +116,7 @@ def test_documented_comparison_commands_run(command, story, forked_jobs, monkeyp
     monkeypatch.setattr(tuning, "FARTHEST", 2.0)
     few = (*TINY, *text, "attention=gqa", "seed=0", "--dir", "runs/tuned")
     told = command("tools/compare/__main__.py", *tuned, *few, "--quick").succeeded().err
-    assert "1 runs in runs/tuned/, after at least 3 runs of the learning-rate search" in told
+    assert "1 run in runs/tuned/, after at least 3 runs of the learning-rate search" in told
     assert page == ["--report", "runs/stdlib-small-*"]
     command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
