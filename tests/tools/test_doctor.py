@@ -75,7 +75,7 @@ def test_a_gpu_that_torch_does_not_detect_is_reported(machine, capsys, cuda):
     told = capsys.readouterr().out
     if cuda is None:
         assert "does not support NVIDIA GPUs (driver 535.161.08, torch " in told
-        assert "fix: install a build of torch for CUDA" in told and "driver or" not in told
+        assert "fix: install a build of torch for CUDA" in told
     else:
         assert f"(driver 535.161.08, torch for CUDA {cuda}). fix: " in told
 

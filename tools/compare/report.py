@@ -53,8 +53,8 @@ PARTS = """
 Repeated tokens complete a pair of tokens that occurred earlier in the same context; all other
 tokens are new. "4 x the context" measures length extrapolation: the loss on the last tokens of
 windows four times as long as the training context, minus the loss on the same tokens at the end of
-windows as long as the training context. The model is not trained further, and positions are not rescaled.
-All intervals in this table are simultaneous.
+windows as long as the training context. The model is not trained further, and positions are not
+rescaled. All intervals in this table are simultaneous.
 """
 COSTS = """
 The cache size is for one sequence at full context in bf16. FLOPs are for training: one forward and
