@@ -56,7 +56,7 @@ def main(settings: Settings, overrides: list[str]) -> None:
         # The folder is locked until the run ends.
         with (
             folder.open_run_dir(settings, ranks, corpus.identity) as run_dir,
-            setup.report_machine_errors(run_dir),
+            setup.report_machine_errors(run_dir, settings.resume),
         ):
             run = setup.build_run(
                 settings,

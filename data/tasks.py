@@ -211,12 +211,18 @@ class Track(Task):
     length_name = "length"
 
     def __post_init__(self):
-        num_permutations = math.factorial(self.elements)
-        if num_permutations >= self.vocab_size:
+        if self.elements < 1:
             raise ValueError(
-                f"{self.elements} elements have {num_permutations} permutations, and BOS needs an "
-                f"id too (data.vocab_size={self.vocab_size}). fix: "
-                f"data.vocab_size={num_permutations + 1}, or a smaller data.elements"
+                "a permutation needs at least one element "
+                f"(data.elements={self.elements}). fix: leave data.elements out"
+            )
+        fix = "use a smaller data.elements"
+        if self.elements <= 7:
+            fix = f"data.vocab_size={math.factorial(self.elements) + 1}, or {fix}"
+        if math.factorial(self.elements) >= self.vocab_size:
+            raise ValueError(
+                "each permutation and BOS need an id "
+                f"(data.elements={self.elements} data.vocab_size={self.vocab_size}). fix: {fix}"
             )
         super().__post_init__()
 

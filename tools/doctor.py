@@ -66,10 +66,12 @@ def slow(device: torch.device) -> list[str]:
         problem = f"other programs use {load:.1f} of {num_cores} cores"
         fix = "stop them or wait"
         if "OMP_NUM_THREADS" not in os.environ:
-            num_threads, _ = threads.free_threads(torch.get_num_threads())
-            threads_text = f"{num_threads} thread{'s' * (num_threads != 1)}"
-            problem += f", so train.py would use {threads_text}"
-            fix += f"; OMP_NUM_THREADS={num_cores} uses all cores anyway"
+            available = torch.get_num_threads()
+            num_threads, _ = threads.free_threads(available)
+            if num_threads < available:
+                threads_text = f"{num_threads} thread{'s' * (num_threads != 1)}"
+                problem += f", so train.py would use {threads_text}"
+                fix += f"; OMP_NUM_THREADS={available} uses all of them anyway"
         findings.append(f"{problem}. fix: {fix}")
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None

@@ -155,11 +155,13 @@ class Checkpointer:
         # the length of the run is known.
         if progress.is_finished or not self.budget.is_open:
             self.evaluator.plan_tokens(progress)
+        # Without a limit, an exact number of steps obeys a limit that is set later.
+        is_exact = progress.total_steps == progress.expected_steps == self.budget.bound
         return SavedState(
             step=progress.step,
             steps=progress.total_steps,
             expected_steps=progress.expected_steps,
-            is_fitted=self.budget.is_fitted,
+            is_fitted=self.budget.is_fitted and (self.budget.has_limit or not is_exact),
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),

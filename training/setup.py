@@ -221,14 +221,14 @@ def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
 
 
 @contextmanager
-def report_machine_errors(run_dir: Path) -> Iterator[None]:
+def report_machine_errors(run_dir: Path, is_resumed: bool) -> Iterator[None]:
     """End with exit code 2 and one line if compilation fails or memory runs out."""
     try:
         yield
     except RuntimeError as error:
         problem = compilation.compile_problem(error)
         fix = "run the same command with compile=false"
-        if any((run_dir / "checkpoints").glob(checkpoint.STEPS)):
+        if not is_resumed and folder.has_checkpoint(run_dir):
             fix = f"{folder.resume_command(run_dir)} compile=false"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]

@@ -195,7 +195,9 @@ def test_the_batch_size_does_not_change_the_evaluated_rows():
     [
         (["context=32"], "[16] answers do not fit (context=32, data.vocab_size=8192)"),
         (["context=256", "data.vocab_size=32"], "do not fit (context=256, data.vocab_size=32)"),
-        (["data=track", "data.elements=6"], "(data.vocab_size=121). fix: data.vocab_size=721, or"),
+        (["data=track", "data.elements=6"], "data.vocab_size=121). fix: data.vocab_size=721, or"),
+        (["data=track", "data.elements=2000"], "fix: use a smaller data.elements"),
+        (["data=track", "data.elements=0"], "fix: leave data.elements out"),
         (["context=256", "max_minutes=null"], "the run would never end"),
     ],
 )

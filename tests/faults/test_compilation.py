@@ -73,7 +73,7 @@ def test_a_run_that_cannot_be_compiled_suggests_its_own_checkpoint(tmp_path, cap
     if is_saved:
         (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
         fix = f"python train.py run_dir={run_dir} resume=true compile=false"
-    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir):
+    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir, False):
         raise TorchDynamoException("no such compiler")
     assert ended.value.code == 2
     problem = "error: compilation failed (no such compiler)"

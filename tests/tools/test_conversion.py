@@ -293,9 +293,9 @@ def test_all_missing_options_of_a_conversion_are_reported_at_once(convert):
 
 
 REFUSED = [
-    ("sliding_window", "attention=mla", "attention.window=null first"),
-    ("chunked", "attention=mla", "attention.chunk=null first"),
-    ("softcap", "attention=mla", "train a new model"),
+    ("sliding_window", "attention=mla", "set attention.window to null"),
+    ("chunked", "attention=mla", "set attention.chunk to null"),
+    ("softcap", "attention=mla", "from scratch"),
     ("mha", "model.dim=32", "attention=PRESET or attention.KEY=VALUE"),
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),
     ("gqa", "attention.head_dim=32", "attention.head_dim=16"),
@@ -324,7 +324,7 @@ REFUSED = [
     ("nope", "attention=gqa", "attention.rope_base=VALUE"),
     ("gated", "attention=mla", "an attention variant with gate_proj.weight"),
     ("gqa", "attention=mla attention.rope_dim=6", "attention.rope_dim=8"),
-    ("gqa model.softcap=30.0 attention.window=9", "attention=mla", "attention.window=null"),
+    ("gqa model.softcap=30.0 attention.window=9", "attention=mla", "attention.window to null"),
     ("gqa", "attention=mla attention.head_dim=4", "attention.head_dim=16"),
     ("nope", "attention=mla attention.rope_base=10000.0", "use RoPE"),
 ]

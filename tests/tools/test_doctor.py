@@ -91,6 +91,7 @@ def test_a_missing_compiler_is_reported(diagnose, monkeypatch):
 
 def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: [0, 1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(threads, "lasting_load", lambda: 1.24)
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -98,7 +99,7 @@ def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):
     quota, load = findings
     assert "quota allows 1.5 of 2 cores. fix: " in quota
     assert "other programs use 1.2 of 2 cores, so train.py would use 1 thread. " in load
-    assert "fix: stop them or wait; OMP_NUM_THREADS=2 uses all cores anyway" in load
+    assert "fix: stop them or wait; OMP_NUM_THREADS=2 uses all of them anyway" in load
     # The number of threads is already set.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     lines = diagnose().out.splitlines()

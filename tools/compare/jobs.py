@@ -204,15 +204,15 @@ def train_all(jobs: list[Job]) -> None:
     handlers = Signals(
         notice="stopping: each run saves after its step",
         warning="a second Ctrl-C does not wait for them",
-        problem="stopped without waiting: runs in progress still save and end. fix: run the same "
-        "command to continue",
+        problem="stopped without waiting: runs in progress end by themselves, and save if they have "
+        "finished a step. fix: run the same command to continue",
     )
     with handlers as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:
                 for number, job in enumerate(jobs, 1):
-                    if job.outcome is None:
+                    if job.outcome is None and not signals.received:
                         job.update(free_gpus, f"run {number} of {len(jobs)}")
                 # The bar estimates the time left from the runs that this call has trained.
                 bar.initial = sum(job.outcome == FINISHED for job in jobs)
@@ -226,8 +226,9 @@ def train_all(jobs: list[Job]) -> None:
                     running.append(job.process)
             for process in running:
                 process.terminate()
-            for process in running:
-                process.wait()
+        # A second Ctrl-C raises SystemExit above or here, and skips this wait.
+        for process in running:
+            process.wait()
     if signals.received:
         errors.exit_with(
             signals.received,

@@ -103,10 +103,10 @@ def check_latent(old: SoftmaxAttention, new: LatentAttention, layer: int) -> Non
         raise no_formula(layer, "keys, values -> a latent", "use RoPE without QK-norm after it")
     if old.kernel.softcap is not None or old.rotary_dim < old.head_dim:
         change = "a soft-cap or a partial RoPE -> a latent"
-        raise no_formula(layer, change, "train a new model with attention=mla")
+        raise no_formula(layer, change, "train the new attention variant from scratch")
     for option in ("window", "chunk"):
         if getattr(old, option) is not None:
-            fix = f"convert with attention.{option}=null first, and then convert the result"
+            fix = f"set attention.{option} to null in a separate conversion, and convert its result"
             raise no_formula(layer, f"a {option} -> a latent", fix)
     positions = {"rope_base": old.rope_base, "rope_scaling": old.rope_scaling}
     check_equal(layer, vars(new), positions)
