@@ -28,7 +28,7 @@ NOTE = """
 MFLOP/token is for training. KV bytes are for one sequence in bf16; in a decoding step, sparse
 attention reads only the bytes of the selected keys."""
 GPT2_NOTE = """
-model=124m is named after GPT-2, which has the same width and depth. For the same number of
+model=124m is named after GPT-2, which has the same width and depth. For nearly the same number of
 parameters, use attention=mha data.vocab_size=50257 model.tied=true."""
 NEXT = "next: python train.py attention=NAME, with the same overrides"
 

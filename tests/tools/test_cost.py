@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from model.build import build_model
 from run.instantiate import instantiate
 from tests.conftest import VARIANTS, settings_of
 from tools import cost
@@ -23,7 +24,10 @@ def test_the_cost_table_lists_every_attention_preset(command):
 
 def test_the_cost_of_124m_says_how_it_differs_from_gpt2(command):
     result = command("tools/cost.py", "model=124m", "attention=gqa").succeeded()
-    assert "For the same number of parameters, add\ndata.vocab_size=50257" in result.out
+    fix = "attention=mha data.vocab_size=50257 model.tied=true"
+    assert f"For nearly the same number of\nparameters, use {fix}" in result.out
+    model = build_model(settings_of("model=124m", *fix.split()).model, "meta")
+    assert 123e6 < model.num_parameters() < 125e6
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])
