@@ -68,7 +68,8 @@ def slow(device: torch.device) -> list[str]:
         if "OMP_NUM_THREADS" not in os.environ:
             available = torch.get_num_threads()
             num_threads, _ = threads.free_threads(available)
-            if num_threads < available:
+            # Under a quota, `free_threads` does not consider the load.
+            if num_threads < available and (quota is None or quota >= available):
                 threads_text = f"{num_threads} thread{'s' * (num_threads != 1)}"
                 problem += f", so train.py would use {threads_text}"
                 fix += f"; OMP_NUM_THREADS={available} uses all of them anyway"

@@ -155,13 +155,11 @@ class Checkpointer:
         # the length of the run is known.
         if progress.is_finished or not self.budget.is_open:
             self.evaluator.plan_tokens(progress)
-        # Without a limit, an exact number of steps obeys a limit that is set later.
-        is_exact = progress.total_steps == progress.expected_steps == self.budget.bound
         return SavedState(
             step=progress.step,
             steps=progress.total_steps,
             expected_steps=progress.expected_steps,
-            is_fitted=self.budget.is_fitted and (self.budget.has_limit or not is_exact),
+            is_fitted=self.budget.is_fitted,
             seconds=self.clock.total(),
             optimizer=optimizer_state(self.trainer.model, self.trainer.optimizers),
             scaler=self.trainer.scaler.state_dict(),
@@ -208,8 +206,8 @@ class Checkpointer:
 
         # A fitted number of steps is kept, even if max_minutes changes, unless the user changes the
         # limit by steps, tokens or passes. A run that is not fitted yet obeys the new max_minutes.
-        # If the user now gives a number of steps for a fitted run, it is exact, so it is not fitted
-        # again.
+        # If the user now gives a number of steps for a fitted run that still has a time limit, the
+        # number is exact, so it is not fitted again.
         settings = self.settings
         has_same_bound = saved.bound == given_bound(settings.model_dump())
         gives_steps = settings.steps is not None or settings.tokens_per_parameter is not None
@@ -217,7 +215,8 @@ class Checkpointer:
             progress.total_steps = state.steps
         if has_same_bound and (state.is_fitted or self.budget.is_open):
             progress.expected_steps = state.expected_steps
-        if state.is_fitted and (has_same_bound or gives_steps):
+        is_exact = gives_steps and self.budget.has_limit
+        if state.is_fitted and (has_same_bound or is_exact):
             self.budget.mark_fitted()
         self.ranks.on_rank0(self.budget.check_time_left, progress)
 

@@ -73,11 +73,19 @@ def test_a_run_that_cannot_be_compiled_suggests_its_own_checkpoint(tmp_path, cap
     if is_saved:
         (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
         fix = f"python train.py run_dir={run_dir} resume=true compile=false"
-    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir, False):
+    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir, is_resumed=False):
         raise TorchDynamoException("no such compiler")
     assert ended.value.code == 2
     problem = "error: compilation failed (no such compiler)"
     assert capsys.readouterr().err == f"{problem}. fix: {fix}\n"
+
+
+def test_a_resumed_run_that_cannot_be_compiled_keeps_its_new_overrides(tmp_path, capsys):
+    """The command that resumes a run would restore the saved values of these overrides."""
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(SystemExit), report_machine_errors(tmp_path, is_resumed=True):
+        raise TorchDynamoException("no such compiler")
+    assert ". fix: run the same command with compile=false\n" in capsys.readouterr().err
 
 
 compiles = pytest.mark.skipif(

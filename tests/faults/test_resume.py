@@ -174,6 +174,16 @@ def test_a_fitted_run_without_its_time_limit_keeps_its_steps_after_every_resume(
     assert job.checkpoints[-1].name == "step-00000004"
 
 
+def test_a_time_limit_that_is_set_after_an_exact_number_of_steps_is_obeyed(job, monkeypatch):
+    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
+    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, progress: (6 - progress.step, True))
+    job.fresh()
+    assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
+    assert forked(job.with_words("steps=50", "max_minutes=null"), one_step_only) == 75
+    assert forked(job.with_words("steps=50", "max_minutes=1")) == 0
+    assert job.checkpoints[-1].name == "step-00000006"
+
+
 def compiled_to_other_bits() -> None:
     """Simulate a compilation that slightly changes the results."""
 

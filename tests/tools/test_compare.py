@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,31 @@ def test_a_signal_saves_and_ends_a_comparison(command, words, quick, tmp_path):
     assert "run the same command to continue" in said
     assert "is saved. To continue: " in (tmp_path / "out/run-0.log").read_text(encoding="utf-8")
     assert not Run.read(tmp_path / "out/run-0").done
+
+
+def test_ctrl_c_starts_no_run_and_a_second_one_does_not_wait(capfd):
+    updated = []
+    waited = []
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def job(name: str, process: SimpleNamespace | None) -> SimpleNamespace:
+        def update(*_) -> None:
+            updated.append(name)
+            press()
+
+        return SimpleNamespace(
+            overrides=[*TINY, "steps=1"], outcome=None, process=process, update=update
+        )
+
+    # The second Ctrl-C arrives when the comparison has begun to end.
+    process = SimpleNamespace(terminate=press, wait=lambda: waited.append("first"))
+    with pytest.raises(SystemExit) as ended:
+        jobs.train_all([job("first", process), job("second", None)])
+    assert ended.value.code == 130
+    assert updated == ["first"] and waited == []
+    assert "stopped without waiting: runs in progress end by themselves" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,7 @@ def test_all_missing_options_of_a_conversion_are_reported_at_once(convert):
 REFUSED = [
     ("sliding_window", "attention=mla", "set attention.window to null"),
     ("chunked", "attention=mla", "set attention.chunk to null"),
+    ("sliding_window", "attention=kda", "set attention.window to null"),
     ("softcap", "attention=mla", "from scratch"),
     ("mha", "model.dim=32", "attention=PRESET or attention.KEY=VALUE"),
     ("gqa", "attention.qk_norm=null", "attention.qk_norm=before_rope"),

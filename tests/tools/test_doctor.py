@@ -98,6 +98,9 @@ def test_load_and_a_cpu_quota_are_reported(diagnose, monkeypatch):
     findings = [line for line in diagnose().out.splitlines() if line.startswith("slow: ")]
     quota, load = findings
     assert "quota allows 1.5 of 2 cores. fix: " in quota
+    assert load == "slow: other programs use 1.2 of 2 cores. fix: stop them or wait"
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    (load,) = [line for line in diagnose().out.splitlines() if line.startswith("slow: ")]
     assert "other programs use 1.2 of 2 cores, so train.py would use 1 thread. " in load
     assert "fix: stop them or wait; OMP_NUM_THREADS=2 uses all of them anyway" in load
     # The number of threads is already set.
