@@ -1,7 +1,7 @@
-"""Linear layers for decoding: fast products with a few tokens, and int8 weights.
+"""Faster decoding: products with a few tokens, int8 weights, and the kernels in C++.
 
 On a CPU, torch's products reach a quarter of the memory bandwidth; the kernels in matvec.cpp reach
-most of it.
+most of it. One of them is the attention of a decode step (model/attention/kernels/decode.py).
 """
 
 import hashlib
@@ -70,6 +70,7 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         return False
 
     torch.library.register_fake("attend::matvec", matvec_result)
+    torch.library.register_fake("attend::decode_attention", attention_result)
     if hasattr(torch.ops.attend, "matvec_int8"):
         torch.library.register_fake("attend::matvec_int8", matvec_result)
     return True
@@ -78,6 +79,11 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
 def matvec_result(x: Tensor, w: Tensor, w_scale: Tensor | None = None) -> Tensor:
     """x (..., N), w (M, N), w_scale (M,) -> an empty tensor (..., M), for torch.compile."""
     return x.new_empty(*x.shape[:-1], len(w))
+
+
+def attention_result(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q (B, H, E), v (B, S, K, F) -> an empty tensor (B, H, F), for torch.compile."""
+    return q.new_empty(*q.shape[:2], v.shape[-1])
 
 
 def compile_matvec(library: Path, compiler: str) -> None:

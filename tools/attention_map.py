@@ -17,7 +17,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from inference.load import load
 from inference.prompts import new_sequences
-from model.attention.kernels import AttentionKernel
+from model.attention.kernels.choose import AttentionKernel
 from model.transformer import Transformer
 from run import errors
 from run.cli import Parser, add_model_options, user_path

@@ -5,6 +5,8 @@
     python -m tools.bench decode model=15m attention=llama precision=bf16
         greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, in this precision, in fp32 and
         with int8 weights, and `generate` of `transformers` with its default cache and compiled
+    python -m tools.bench attention
+        attention of a decode step on a CPU, with each kernel; takes a few minutes
 
 It takes the overrides of train.py. For decoding, context and batch_tokens are fixed.
 The competitors run in separate processes that take turns, so that a temporary slowdown of the
@@ -39,6 +41,7 @@ from run.cli import Parser
 from run.distributed import DistEnv
 from run.progress import say, waiting
 from run.settings import Settings, compose
+from tools.attention_bench import compare_kernels
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
 from training.budget import planned_steps
@@ -60,15 +63,24 @@ Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(
-        "python -m tools.bench", __doc__, "train or decode, then KEY=VALUE overrides", check=compose
+        "python -m tools.bench",
+        __doc__,
+        "train, decode or attention, then KEY=VALUE overrides",
+        check=compose,
     )
     add = parser.add_argument
-    add("kind", choices=COMPETITORS, help="what to measure")
+    add("kind", choices=[*COMPETITORS, "attention"], help="what to measure")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.kind == "attention" and args.overrides:
+        parser.error(f"attention takes no overrides (got {args.overrides[0]})")
+    return args
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.kind == "attention":
+        compare_kernels()
+        return
     if args.kind == "train":
         compare("train", args.overrides, {})
     else:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec
-from model.attention.kernels import TokenBias
+from model.attention.kernels.definition import TokenBias
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
-from model.attention.kernels import AttentionKernel
+from model.attention.kernels.choose import AttentionKernel
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, split_heads

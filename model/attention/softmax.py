@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
-from model.attention.kernels import AttentionKernel, ScoreBias
+from model.attention.kernels.choose import AttentionKernel
+from model.attention.kernels.definition import ScoreBias
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, project, rms, split_heads, take_along
@@ -170,7 +171,7 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E).
 
-        `score_bias` is added to the scores; see kernels.py.
+        `score_bias` is added to the scores; see kernels/definition.py.
         """
         return self.kernel(q, k, v, visible, sink=self.sink, score_bias=score_bias)
 

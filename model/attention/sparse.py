@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import CrossLayer, LayerSpec, add_loss
-from model.attention.kernels import ScoreOptions, attention_weights
+from model.attention.kernels.definition import ScoreOptions, attention_weights
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility

@@ -23,7 +23,7 @@ from inference.batch import Sequence
 from inference.engine import Engine
 from inference.quantize import optimize_for_decoding
 from inference.sampling import sample
-from model.attention import kernels
+from model.attention.kernels import flex, fused
 from model.build import build_model
 from model.context import ForwardContext
 from model.transformer import Transformer
@@ -422,7 +422,7 @@ def test_grouped_heads_are_expanded_without_flash_attention(
     gpu, run_of, monkeypatch, precision, is_grouped
 ):
     """The fallback kernel for grouped heads would materialize all scores."""
-    attend = kernels.F.scaled_dot_product_attention
+    attend = fused.F.scaled_dot_product_attention
     calls = []
 
     def record(q, k, v, **options):
@@ -430,7 +430,7 @@ def test_grouped_heads_are_expanded_without_flash_attention(
         assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
         return attend(q, k, v, **options)
 
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(fused.F, "scaled_dot_product_attention", record)
     take_step(run_of(precision))
     assert set(calls) == {is_grouped}
 
@@ -453,7 +453,7 @@ def test_flash_attention_is_expected_only_where_torch_supports_it(
 ):
     """Otherwise, grouped heads would run in the kernel that materializes all scores."""
     q = torch.zeros(1, 1, 1, width, dtype=torch.float16, device="cuda")
-    assert kernels.can_flash_attention(q, None, dropout) is is_supported
+    assert fused.can_flash_attention(q, None, dropout) is is_supported
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mqa", "mla"])
@@ -549,7 +549,7 @@ def test_flex_attention_reads_positions_instead_of_a_mask(run_of, graphs, varian
 )
 def test_flex_attention_is_avoided_if_it_exceeds_shared_memory(gpu, width, dtype, fits):
     """At a head width of 192 in bf16, its backward takes 114,688 bytes (pytorch/pytorch#198224)."""
-    assert kernels.can_flex_attention([width, width], dtype, CUDA) is fits
+    assert flex.fits_gpu([width, width], dtype, CUDA) is fits
 
 
 # Fault injection: the checks above must fail if one line of code is replaced.

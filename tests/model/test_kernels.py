@@ -1,15 +1,21 @@
-"""Eager attention matches torch's attention, and the faster kernels match eager attention."""
+"""The definition of attention matches torch's, every kernel matches it, and the choice is right."""
+
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, scaled_dot_product_attention
 
-from model.attention import kernels
+from inference import quantize
 from model.attention.alibi import distance
-from model.attention.kernels import AttentionKernel, ScoreOptions, TokenBias, eager_attention
+from model.attention.kernels import blocks, decode, flex, fused
+from model.attention.kernels.choose import KERNELS, AttentionKernel, choose
+from model.attention.kernels.definition import Case, ScoreOptions, TokenBias, eager_attention
+from model.attention.kernels.token_bias import SplitInThree, append_token_bias
 from model.context import ForwardContext, Visibility
-from tests.conftest import close
+from run.compilation import cpp_compiler
+from tests.conftest import ROOT, close
 from tests.model.test_layers import random
 from tests.training.test_optimizers import Operations
 
@@ -19,6 +25,13 @@ F64 = torch.float64
 BLOCKWISE = [(None, None, False), (None, 2.0, True), (3, None, False), (3, 2.0, True)]
 FLEX = [(None, 2.0, False), (3, None, False), (3, None, True), (None, 2.0, True)]
 flex_test = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture
+def loaded():
+    """The kernels in C++."""
+    if not quantize.load_matvec(ROOT / ".cache", cpp_compiler()):
+        pytest.skip("no C++ compiler")
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
@@ -47,22 +60,83 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
 def test_eager_attention_matches_torch(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
     mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
-    y = eager_attention(q, k, v, mask, ScoreOptions(SCALE))
+    y = eager_attention(Case(q, k, v, mask, ScoreOptions(SCALE)))
     distances = torch.arange(7)[:, None] - torch.arange(7)
     is_visible = (distances >= 0) & (distances < (window or 7))
     close(y, scaled_dot_product_attention(q, k, v, is_visible, enable_gqa=True))
 
 
-@pytest.mark.parametrize("kv_heads", [6, 3, 1])
-@pytest.mark.parametrize("mask_shape", [(1, 1, 1, 5), (2, 1, 1, 5), (2, 6, 1, 5)])
-def test_query_heads_of_one_query_can_be_folded_into_queries(kv_heads, mask_shape):
-    q, k, v = random(2, 6, 1, 8), random(2, kv_heads, 5, 8), random(2, kv_heads, 5, 4)
-    mask = random(*mask_shape) > 0
-    mask[..., 0] = True
-    folded_q, folded_mask = kernels.fold_query_heads(q, k, mask)
-    y = scaled_dot_product_attention(folded_q, k, v, folded_mask, scale=SCALE)
-    assert y.shape == (2, kv_heads, 6 // kv_heads, 4)
-    close(y.reshape(2, 6, 1, 4), eager_attention(q, k, v, mask, ScoreOptions(SCALE)))
+# A decode step: rows, query heads, key heads, slots, widths of keys and of values.
+DECODE_CASES = [
+    (1, 6, 6, 256, 48, 48),
+    (3, 6, 2, 77, 20, 13),
+    (2, 12, 1, 130, 40, 40),
+    (2, 4, 4, 5, 24, 48),
+]
+ERRORS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, F64: 1e-12}
+
+
+def decode_case(shape: tuple, dtype: torch.dtype, mask_heads: int, scale: float = 0.3) -> Case:
+    """One query per row; keys and values are views of a larger cache, with tokens before heads."""
+    rows, heads, key_heads, slots, width, value_width = shape
+    q = random(rows, heads, 1, width).to(dtype)
+    k = random(rows, slots + 1, key_heads, width).to(dtype)[:, :slots].transpose(1, 2)
+    v = random(rows, slots + 1, key_heads, value_width).to(dtype)[:, :slots].transpose(1, 2)
+    mask = random(rows, mask_heads, 1, slots) > 0
+    mask[..., : slots // 2] = False  # whole chunks of slots without a visible key
+    mask[..., -1] = True
+    return Case(q, k, v, mask, ScoreOptions(scale))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_every_kernel_matches_the_definition_in_a_decode_step(loaded, kernel, dtype):
+    supported = 0
+    for shape, mask_kind in product(DECODE_CASES, ("one", "rows", "rows and heads")):
+        case = decode_case(shape, dtype, shape[1] if mask_kind == "rows and heads" else 1)
+        if mask_kind == "one":
+            case = case._replace(mask=case.mask[:1])
+        if kernel.supports(case):
+            supported += 1
+            wide = case._replace(q=case.q.double(), k=case.k.double(), v=case.v.double())
+            close(kernel.run(case).double(), eager_attention(wide), rtol=0, atol=ERRORS[dtype])
+    is_used = kernel in (blocks, fused) or (kernel is decode and dtype != F64)
+    assert supported == (3 * len(DECODE_CASES) if is_used else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_decoding_on_a_cpu_uses_the_kernel_in_cpp(loaded, dtype, has_amx, is_compiled, monkeypatch):
+    """Except in bf16 with AMX, and where a gradient is needed."""
+    monkeypatch.setattr(decode, "HAS_AMX", has_amx)
+    case = decode_case(DECODE_CASES[0], dtype, 1)._replace(is_compiled=is_compiled)
+    is_fused = has_amx and dtype == torch.bfloat16
+    with torch.no_grad():
+        assert choose(case) is (fused if is_fused else decode)
+    assert choose(case) is fused
+
+
+@torch.no_grad()
+def test_the_kernel_in_cpp_gives_the_same_bits_with_any_number_of_threads(loaded):
+    case = decode_case((2, 4, 2, 700, 16, 16), torch.float32, 1)
+    num_threads = torch.get_num_threads()
+    y = decode.run(case)
+    torch.set_num_threads(3)
+    try:
+        assert (decode.run(case) == y).all()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_kernel_in_cpp_does_not_hide_invalid_numbers(loaded, value):
+    case = decode_case(DECODE_CASES[0], torch.float32, 1)
+    case.q[0, 2, 0, 1] = value
+    is_valid = decode.run(case).isfinite().all(dim=-1).flatten()
+    assert is_valid.tolist() == [True, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("scale", [SCALE, 0.3])
@@ -70,11 +144,11 @@ def test_query_heads_of_one_query_can_be_folded_into_queries(kv_heads, mask_shap
 def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
     window, softcap, has_sink, scale, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
     q, k, v, visible, sink = kernel_inputs(window, has_sink)
-    options = ScoreOptions(scale, softcap, sink=sink)
-    expected = eager_attention(q, k, v, visible.mask, options)
-    y = kernels.blockwise_attention(q, k, v, visible.mask, options)
+    case = Case(q, k, v, visible.mask, ScoreOptions(scale, softcap, sink=sink))
+    expected = eager_attention(case)
+    y = blocks.run(case)
     assert_same_with_gradients(y, expected, (q, k, v, sink))
     chosen = AttentionKernel(softcap)(*by_tokens(q, k, v), visible, sink=sink, scale=scale)
     assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
@@ -84,14 +158,11 @@ def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
     ("length", "is_compiling", "num_blocks"),
     [(9, True, 1), (1024, True, 8), (2048, True, 8), (2048, False, 16)],
 )
-def test_compiled_code_has_at_most_eight_query_blocks(
-    length, is_compiling, num_blocks, monkeypatch
-):
+def test_compiled_code_has_at_most_eight_query_blocks(length, is_compiling, num_blocks):
     """Eager code uses small blocks, which need less memory."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     q, k, v = (random(1, 1, length, 2).requires_grad_() for _ in range(3))
     with Operations() as operations:
-        y = kernels.blockwise_attention(q, k, v, None, ScoreOptions(SCALE))
+        y = blocks.run(Case(q, k, v, None, ScoreOptions(SCALE), is_compiled=is_compiling))
     assert operations.names.count("aten::exp") == num_blocks
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
     assert_same_with_gradients(y, expected, (q, k, v))
@@ -100,8 +171,8 @@ def test_compiled_code_has_at_most_eight_query_blocks(
 @pytest.mark.parametrize(
     ("length", "dtype", "is_fused"),
     [
-        (kernels.MAX_COMPILED_TOKENS, torch.bfloat16, False),
-        (kernels.MAX_COMPILED_TOKENS + 1, torch.bfloat16, True),
+        (blocks.MAX_COMPILED_TOKENS, torch.bfloat16, False),
+        (blocks.MAX_COMPILED_TOKENS + 1, torch.bfloat16, True),
         (256, torch.float32, True),
     ],
 )
@@ -127,44 +198,36 @@ def test_the_default_scale_depends_on_the_head_width():
     close(y, AttentionKernel()(*by_tokens(q, k, v), visible, scale=SCALE))
 
 
-@pytest.mark.parametrize(("device", "value_width"), [("cpu", 6), ("meta", 8)])
-def test_a_compiled_single_token_step_calls_no_matrix_product(device, value_width, monkeypatch):
-    """On a GPU (here: meta), and on a CPU if keys and values have different widths."""
+def test_a_compiled_single_token_step_on_a_gpu_calls_no_matrix_product(monkeypatch):
+    """The device is meta, so the choice is that for a GPU."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    q = torch.ones(2, 1, 4, 8, device=device)
-    k = torch.ones(2, 9, 2, 8, device=device)
-    v = torch.ones(2, 9, 2, value_width, device=device)
-    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device=device)
+    q = torch.ones(2, 1, 4, 8, device="meta")
+    k = torch.ones(2, 9, 2, 8, device="meta")
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device="meta")
     with Operations() as operations:
-        AttentionKernel()(q, k, v, Visibility(mask, None, None))
+        AttentionKernel()(q, k, k, Visibility(mask, None, None))
     assert not {name for name in operations.names if "bmm" in name or "attention" in name}
 
 
-@pytest.mark.parametrize("is_compiling", [False, True])
-def test_a_single_token_step_on_a_cpu_reads_each_key_head_once(is_compiling, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
-    q, k, v = (random(2, 1, 6, 8), random(2, 9, 2, 8), random(2, 9, 2, 8))
-    mask = random(2, 1, 1, 9) > 0
-    mask[..., 0] = True
+def test_the_fused_kernel_reads_each_key_head_once_in_a_decode_step(monkeypatch):
     shapes = []
 
     def attention(q: Tensor, *arguments, **options) -> Tensor:
         shapes.append(q.shape)
         return scaled_dot_product_attention(q, *arguments, **options)
 
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
-    y = AttentionKernel()(q, k, v, Visibility(mask, None, None))
+    monkeypatch.setattr(fused.F, "scaled_dot_product_attention", attention)
+    fused.run(decode_case((2, 6, 2, 9, 8, 8), F64, 6))
     assert shapes == [(2, 2, 3, 8)]  # three query heads per key head
-    expected = eager_attention(*by_tokens(q, k, v), mask, ScoreOptions(SCALE))
-    close(y.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("kernel", [eager_attention, kernels.blockwise_attention])
+@pytest.mark.parametrize("kernel", [eager_attention, blocks.run])
 def test_dropout_zeroes_weights_and_scales_up_the_rest(kernel):
     q = torch.zeros(1, 4, 200, 8).double()
     v = torch.eye(200).double().expand(1, 4, -1, -1)
     mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
-    weights = kernel(q, q, v, mask, ScoreOptions(SCALE, dropout=0.25)) * 200  # 1 without dropout
+    weights = kernel(Case(q, q, v, mask, ScoreOptions(SCALE, dropout=0.25)))
+    weights = weights * 200  # 1 without dropout
     close(weights[weights != 0].unique(), torch.tensor([4 / 3]).double(), rtol=0, atol=1e-6)
     assert (weights == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
 
@@ -176,8 +239,8 @@ def test_flex_attention_matches_eager_attention(window, softcap, has_sink):
     *_, visible, sink = kernel_inputs(window, has_sink)
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = ScoreOptions(0.25, softcap, sink=None if sink is None else sink.detach().float())
-    y = kernels.flex_attention_kernel(q, k, v, visible.mask, options)
-    close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
+    case = Case(q, k, v, visible.mask, options)
+    close(flex.run(case), eager_attention(case), rtol=0, atol=1e-5)
 
 
 @flex_test
@@ -210,8 +273,8 @@ def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_docu
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
     options = ScoreOptions(0.25, sink=random(4).float() if has_sink else None)
     wrong_mask = torch.zeros_like(visible.mask)
-    y = kernels.flex_attention_kernel(q, k, v, wrong_mask, options, visible.rule)
-    close(y, eager_attention(q, k, v, mask, options), rtol=0, atol=1e-5)
+    y = flex.run(Case(q, k, v, wrong_mask, options, visible.rule))
+    close(y, eager_attention(Case(q, k, v, mask, options)), rtol=0, atol=1e-5)
 
 
 class LearnedBias(torch.nn.Module):
@@ -247,7 +310,7 @@ def biased_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, bias)
 @flex_test
 @pytest.mark.parametrize("case", ["plain", "window", "ring", "ragged cache"])
 def test_every_kernel_adds_a_score_bias(case, monkeypatch):
-    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
     visible = visible_case(case)
     length = visible.query_positions.shape[1]
     q = random(2, 4, length, 16)
@@ -260,16 +323,12 @@ def test_every_kernel_adds_a_score_bias(case, monkeypatch):
     def score_bias(row, head, query, key):
         return bias.table[head, distance(visible, row, query, key).clamp(min=0)]
 
-    options = ScoreOptions(0.25, bias=score_bias)
+    case = Case(q, k, v, visible.mask, ScoreOptions(0.25, bias=score_bias))
     chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=score_bias)
-    for y in (
-        eager_attention(q, k, v, visible.mask, options),
-        kernels.blockwise_attention(q, k, v, visible.mask, options),
-        chosen.transpose(1, 2),
-    ):
+    for y in (eager_attention(case), blocks.run(case), chosen.transpose(1, 2)):
         assert_same_with_gradients(y.where(is_token, 0), expected, (bias.table,))
     with torch.no_grad():
-        y = kernels.flex_attention_kernel(q, k, v, visible.mask, options)
+        y = flex.run(case)
     close(y.where(is_token, 0), expected, rtol=0, atol=1e-5)
 
 
@@ -296,39 +355,37 @@ def biased_by_tokens(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias, sink=None
 @flex_test
 @pytest.mark.parametrize("has_sink", [False, True])
 def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
-    monkeypatch.setattr(kernels, "BLOCK_SIZE", 4)
+    monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
     q, k, v, visible, sink = kernel_inputs(None, has_sink)
     bias = TokenBias(random(2, 4, 9).requires_grad_(), random(2, 4, 9).requires_grad_())
     expected = biased_by_tokens(q, k, v, bias, sink)
     inputs = (q, k, v, sink, bias.key)  # without a sink, the query's bias has no gradient
-    options = ScoreOptions(SCALE, token_bias=bias, sink=sink)
+    case = Case(q, k, v, None, ScoreOptions(SCALE, token_bias=bias, sink=sink))
     chosen = AttentionKernel()(*by_tokens(q, k, v), visible, sink=sink, token_bias=bias)
-    for y in (
-        eager_attention(q, k, v, None, options),
-        kernels.blockwise_attention(q, k, v, None, options),
-        chosen.transpose(1, 2),
-    ):
+    for y in (eager_attention(case), blocks.run(case), chosen.transpose(1, 2)):
         assert_same_with_gradients(y, expected, inputs)
 
     # The two GPU kernels, which append biases to fp32 queries and keys as columns.
     q, k, v = (random(2, heads, 9, 16).float() for heads in (4, 2, 2))
-    options = options._replace(scale=0.25, sink=None if sink is None else sink.detach().float())
+    options = case.options._replace(
+        scale=0.25, sink=None if sink is None else sink.detach().float()
+    )
+    case = Case(q, k, v, None, options)
     expected = biased_by_tokens(q, k, v, bias, sink).float()
     with torch.no_grad():
-        close(kernels.flex_attention_kernel(q, k, v, None, options), expected, rtol=0, atol=1e-5)
+        close(flex.run(case), expected, rtol=0, atol=1e-5)
         if sink is None:
-            y = kernels.fused_attention_kernel(q, k, v, None, options)
-            close(y, expected, rtol=0, atol=1e-5)
+            close(fused.run(case), expected, rtol=0, atol=1e-5)
 
 
 # Bounds for the relative errors of the output, the gradients of q, k and v, and the decay gradient.
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bounds"),
     [
-        (kernels.fused_attention_kernel, torch.float32, (2e-5, 2e-5, 2e-5)),
-        (kernels.fused_attention_kernel, torch.bfloat16, (4e-3, 8e-3, 0.06)),
-        (kernels.fused_attention_kernel, torch.float16, (5e-4, 1e-3, 8e-3)),
-        (kernels.blockwise_attention, torch.bfloat16, (6e-3, 1.5e-2, 0.015)),
+        (fused.run, torch.float32, (2e-5, 2e-5, 2e-5)),
+        (fused.run, torch.bfloat16, (4e-3, 8e-3, 0.06)),
+        (fused.run, torch.float16, (5e-4, 1e-3, 8e-3)),
+        (blocks.run, torch.bfloat16, (6e-3, 1.5e-2, 0.015)),
     ],
 )
 def test_decays_appended_to_queries_and_keys_are_as_accurate_as_added_decays(kernel, dtype, bounds):
@@ -346,7 +403,7 @@ def test_decays_appended_to_queries_and_keys_are_as_accurate_as_added_decays(ker
         if function is biased_by_tokens:
             y = function(q, k, v, bias)
         else:
-            y = function(q, k, v, None, ScoreOptions(64**-0.5, token_bias=bias))
+            y = function(Case(q, k, v, None, ScoreOptions(64**-0.5, token_bias=bias)))
         grads = torch.autograd.grad(y, (q, k, v, log_f), weight.to(y.dtype))
         results.append([x.double() for x in (y, *grads)])
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
@@ -356,7 +413,7 @@ def test_decays_appended_to_queries_and_keys_are_as_accurate_as_added_decays(ker
 
 def test_three_bf16_parts_sum_exactly_to_an_fp32_number():
     x = random(1000).float() * torch.logspace(-3, 5, 1000)
-    parts = kernels.SplitInThree.apply(x)
+    parts = SplitInThree.apply(x)
     close(parts, parts.bfloat16().float(), rtol=0, atol=0)
     close(parts.double().sum(dim=-1), x.double(), rtol=0, atol=0)
 
@@ -368,9 +425,9 @@ def test_splitting_a_bias_in_compiled_code_is_bit_exact():
     torch._dynamo.reset()
     q, k = (random(2, heads, 32, 16).bfloat16() for heads in (4, 2))
     options = ScoreOptions(0.25, token_bias=TokenBias(*2 * [decays(32, torch.float32)]))
-    compiled = torch.compile(kernels.append_token_bias, fullgraph=True, dynamic=False)
+    compiled = torch.compile(append_token_bias, fullgraph=True, dynamic=False)
     for found, expected in zip(
-        compiled(q, k, options), kernels.append_token_bias(q, k, options), strict=True
+        compiled(q, k, options), append_token_bias(q, k, options), strict=True
     ):
         close(found, expected, rtol=0, atol=0)
 
@@ -385,9 +442,9 @@ def test_gradients_of_compiled_flex_attention_match_eager_attention(window, soft
     options = ScoreOptions(0.25, softcap)
     if sink is not None:
         options = options._replace(sink=sink.detach().float().cuda().requires_grad_())
-    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True)
-    y = compiled(*inputs, visible.mask, options)
-    expected = eager_attention(*inputs, visible.mask, options)
+    case = Case(*inputs, visible.mask, options)
+    y = torch.compile(flex.run, fullgraph=True)(case)
+    expected = eager_attention(case)
     if sink is not None:
         inputs.append(options.sink)
     grads = [torch.autograd.grad(x.pow(3).sum(), inputs) for x in (y, expected)]
@@ -403,10 +460,10 @@ def test_flex_attention_compiles(window, softcap):
     q, k, v = (random(2, heads, 128, 16).float() for heads in (4, 2, 2))
     visible = ForwardContext(torch.zeros(2, 128)).visible(window, None)
     options = ScoreOptions(0.25, softcap)
-    compiled = torch.compile(kernels.flex_attention_kernel, fullgraph=True, dynamic=False)
+    case = Case(q, k, v, visible.mask, options)
     with torch.no_grad():  # without a GPU there is no backward
-        y = compiled(q, k, v, visible.mask, options)
-    close(y, eager_attention(q, k, v, visible.mask, options), rtol=0, atol=1e-5)
+        y = torch.compile(flex.run, fullgraph=True, dynamic=False)(case)
+    close(y, eager_attention(case), rtol=0, atol=1e-5)
 
 
 def test_large_values_do_not_overflow_in_fp16():
@@ -415,5 +472,5 @@ def test_large_values_do_not_overflow_in_fp16():
     k = torch.zeros(1, 1, 4096, 8, dtype=torch.float16)
     v = torch.full_like(k, 16.0)
     mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool)
-    y = kernels.attend_block(q, k, v, mask, ScoreOptions(1.0, softcap=30.0))
+    y = blocks.run(Case(q, k, v, mask, ScoreOptions(1.0, softcap=30.0)))
     close(y, torch.full_like(y, 16.0))

@@ -1,0 +1,1 @@
+"""Softmax attention: definition.py defines it, kernels compute it, choose.py picks a kernel."""

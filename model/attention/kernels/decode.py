@@ -1,0 +1,35 @@
+"""Attention of a decode step on a CPU, in C++ (inference/matvec.cpp).
+
+It reads keys and values once, in the order of the memory, for all query heads that share them.
+"""
+
+import torch
+from torch import Tensor
+
+from model.attention.kernels.definition import HAS_AMX, Case, is_plain_softmax
+
+
+def supports(case: Case) -> bool:
+    """One query per row, in inference, if inference/quantize.py has loaded the C++ code."""
+    q, k, v, mask, options, *_ = case
+    # The code has no backward pass.
+    if torch.is_grad_enabled() or not hasattr(torch.ops.attend, "decode_attention"):
+        return False
+    is_single_on_cpu = q.device.type == "cpu" and q.shape[2] == 1 and mask is not None
+    is_softmax = is_plain_softmax(options) and options.dropout == 0
+    has_dtype = q.dtype in (torch.float32, torch.bfloat16) and q.dtype == k.dtype == v.dtype
+    return is_single_on_cpu and is_softmax and has_dtype
+
+
+def prefers(case: Case) -> bool:
+    """All cases, except in bf16 with AMX, which only torch's fused kernel uses (docs/speed.md)."""
+    return not (HAS_AMX and case.q.dtype == torch.bfloat16)
+
+
+def run(case: Case) -> Tensor:
+    q, k, v, mask, options, *_ = case
+    mask = mask.squeeze(2).expand(*q.shape[:2], -1)  # (B, H, S)
+    y = torch.ops.attend.decode_attention(
+        q.squeeze(2), k.transpose(1, 2), v.transpose(1, 2), mask, options.scale
+    )
+    return y.unsqueeze(2)
