@@ -26,8 +26,8 @@ def supports(case: Case) -> bool:
 def prefers(case: Case) -> bool:
     """Compiled code, for a single query on a GPU, or for short causal sequences on a CPU in bf16.
 
-    A single query then needs no matrix product. On a CPU, torch's fused kernel is better if keys
-    and values have the same width, which it needs.
+    A single query then needs no matrix product. On a CPU, a single query comes here only if keys
+    and values differ in width, which torch's fused kernel for CPUs does not support.
     """
     if not case.is_compiled:
         return False
@@ -69,9 +69,8 @@ def attend_block(case: Case, first: int = 0) -> Tensor:
     """Compute attention with a softmax that is written out.
 
     The division by its sum follows the product with v; in fp16 it precedes it, because the
-    unnormalized product may overflow.
-    `first` is the index of the block's first query among all T queries, for the bias.
-    The backward uses the saved exponentials, in the dtype of v, instead of fp32 scores.
+    unnormalized product may overflow. The backward uses the saved exponentials, in the dtype of v,
+    instead of fp32 scores. `first` is the index of the block's first query among all T queries.
     """
     q, k, v, mask, options, *_ = case
     k = expand_heads(k, q)

@@ -27,15 +27,15 @@ def supports(case: Case) -> bool:
 
     It does not support a token bias combined with a soft-cap.
     """
-    q, k, v, _, options, *_ = case
-    if not case.is_compiled or not q.is_cuda or q.shape[2] != k.shape[2] or options.dropout > 0:
+    has_cache = case.q.shape[2] != case.k.shape[2]
+    if not case.is_compiled or not case.q.is_cuda or has_cache or case.options.dropout > 0:
         return False
-    widths = [q.shape[-1], v.shape[-1]]
-    if options.token_bias is not None:
+    widths = [case.q.shape[-1], case.v.shape[-1]]
+    if case.options.token_bias is not None:
         widths[0] += BIAS_COLUMNS
-        if options.softcap is not None:
+        if case.options.softcap is not None:
             return False
-    return fits_gpu(widths, q.dtype, q.device)
+    return fits_gpu(widths, case.q.dtype, case.q.device)
 
 
 def prefers(case: Case) -> bool:
