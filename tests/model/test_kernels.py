@@ -119,6 +119,21 @@ def test_decoding_on_a_cpu_uses_the_kernel_in_cpp(loaded, dtype, has_amx, is_com
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "key_heads", "slots", "expected"),
+    [(8, 1, 256, fused), (1, 1, 2048, fused), (6, 1, 256, decode), (8, 2, 2048, decode)],
+)
+def test_a_shared_key_head_with_many_keys_uses_the_fused_kernel_with_avx512(
+    loaded, rows, key_heads, slots, expected, monkeypatch
+):
+    case = decode_case((rows, 4, key_heads, slots, 120, 120), torch.float32, 1)
+    monkeypatch.setattr(decode, "HAS_AVX512", True)
+    assert choose(case) is expected
+    monkeypatch.setattr(decode, "HAS_AVX512", False)
+    assert choose(case) is decode
+
+
+@torch.no_grad()
 def test_the_kernel_in_cpp_gives_the_same_bits_with_any_number_of_threads(loaded):
     case = decode_case((2, 4, 2, 700, 16, 16), torch.float32, 1)
     num_threads = torch.get_num_threads()

@@ -6,7 +6,9 @@ It reads keys and values once, in the order of the memory, for all query heads t
 import torch
 from torch import Tensor
 
-from model.attention.kernels.definition import HAS_AMX, Case, is_plain_softmax
+from model.attention.kernels.definition import HAS_AMX, HAS_AVX512, Case, is_plain_softmax
+
+MIN_SHARED_SIZE = 200_000  # numbers in the keys of all rows
 
 
 def supports(case: Case) -> bool:
@@ -22,11 +24,16 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """All cases, except in bf16 with AMX, which only torch's fused kernel uses.
+    """All cases, except two that torch's fused kernel computes in less time (docs/speed.md).
 
-    Measured against the other kernels with AVX2 only (docs/speed.md).
+    It does in bf16 with AMX and, with AVX-512, if all query heads share one key head, as in MLA,
+    and there are many keys.
     """
-    return not (HAS_AMX and case.q.dtype == torch.bfloat16)
+    q, k, *_ = case
+    if HAS_AMX and q.dtype == torch.bfloat16:
+        return False
+    is_shared = k.shape[1] == 1 and k.numel() >= MIN_SHARED_SIZE
+    return not (HAS_AVX512 and is_shared)
 
 
 def run(case: Case) -> Tensor:

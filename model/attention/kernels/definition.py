@@ -16,6 +16,7 @@ from model.context import MaskRule
 from model.layers import apply_softcap, fp32
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()  # matrix products in bf16 in the processor
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 # (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.
 ScoreBias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
