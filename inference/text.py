@@ -1,6 +1,5 @@
 """Generate text from prompts, and return it at the end, yield it token by token, or print it."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -15,33 +14,15 @@ HEADING_WIDTH = 70  # characters of the prompt that a heading shows
 
 
 def generate_text(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: str | list[str],
-    *,
-    max_new_tokens: int = 200,
-    stop_texts: str | Iterable[str] = (),
-    seed: int = 0,
-    batch_size: int = 8,
-    **options: float,
+    model: Transformer, tokenizer: Tokenizer, prompts: str | list[str], **options
 ) -> list[str]:
     """Continue one prompt or several; return the generated texts, each up to a stop text.
 
-    `options` are passed to `sampling.sample`: temperature, top_k, top_p and so on.
+    `options` are those of `stream_text`.
     """
     num_texts = 1 if isinstance(prompts, str) else len(prompts)
     texts = [""] * num_texts
-    stream = stream_text(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        stop_texts=stop_texts,
-        seed=seed,
-        batch_size=batch_size,
-        **options,
-    )
-    for text in stream:
+    for text in stream_text(model, tokenizer, prompts, **options):
         texts[text.sequence.index] = text.text
     return texts
 
@@ -59,7 +40,8 @@ def stream_text(
 ) -> Iterator["StreamingText"]:
     """Continue prompts token by token; yield a prompt's text whenever it has a new token.
 
-    The caller may stop after any token. The arguments are the same as for `generate_text`.
+    The caller may stop after any token. `options` are passed to `sampling.sample`: temperature,
+    top_k, top_p and so on.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -158,30 +140,25 @@ class StreamingText:
 
 
 def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
-    """Print texts in the order in which they begin, each as it grows.
+    """Print one text as it grows; print several in their order, each when it is complete.
 
-    `texts` yields a text whenever it has a new token. A heading shows the text's number and
-    prompt. Returns the number of generated tokens.
+    `texts` yields a text whenever it has a new token. With `has_headings`, there are several texts,
+    and a heading shows the number and prompt of each. Returns the number of generated tokens.
     """
     num_tokens = 0
-    current = None  # the text that is being printed
-    waiting = deque()  # texts that began after `current`
+    complete = {}  # texts by their index
+    num_printed = 0
     for text in texts:
         num_tokens += 1
-        if text.sequence.num_generated == 1:
-            waiting.append(text)
-
-        # Print the current text and, if it is finished, the waiting texts as far as they go.
-        while current is not None or waiting:
-            if current is None:
-                current = waiting.popleft()
-                if has_headings:
-                    print(heading(current.sequence))
-            print(current.take_new(), end="", flush=True)
-            if current.sequence.finish_reason is None:
-                break
-            print(flush=True)
-            current = None
+        is_complete = text.sequence.finish_reason is not None
+        if not has_headings:
+            print(text.take_new(), end="\n" if is_complete else "", flush=True)
+        elif is_complete:
+            complete[text.sequence.index] = text
+        while num_printed in complete:
+            text = complete.pop(num_printed)
+            print(f"{heading(text.sequence)}\n{text.text}", flush=True)
+            num_printed += 1
     return num_tokens
 
 
