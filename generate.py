@@ -6,34 +6,29 @@ several texts are generated, a line with its number and the beginning of its pro
 
 import argparse
 import os
+import signal
 import sys
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from run import errors
+import torch
 
-if __name__ == "__main__":
-    errors.begin_command()
-
+from inference.batch import Sequence
+from inference.engine import Engine, new_cache
+from inference.load import load
+from inference.prompts import new_sequences
+from inference.sampling import sample
+from inference.text import detokenize, print_texts
+from model.transformer import Transformer
+from run import compilation, errors, hardware
 from run.cli import Parser, add_batch_option, add_model_options, bounded_number, user_path
 from run.progress import say, waiting
-
-# torch is imported only in functions, so that --help and option errors are printed immediately.
-if TYPE_CHECKING:
-    from inference.batch import Sequence
-    from inference.engine import Engine
-    from model.transformer import Transformer
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilation
 
 
 def main(args: argparse.Namespace) -> None:
     """Read prompts, load a model, generate, and print."""
-    from inference.load import load
-    from inference.prompts import new_sequences
-    from inference.text import detokenize, print_texts
-
     # Read and validate all input; a ValueError exits with code 2.
     with errors.user_input():
         prompts = read_prompts(args)
@@ -74,8 +69,6 @@ def main(args: argparse.Namespace) -> None:
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
     """Whether to compile the decode step. Raises ValueError for an unusable device."""
-    from run import compilation, hardware
-
     device = hardware.pick_device(args.device)
     num_texts = num_prompts * args.num_samples
     num_steps = args.max_new_tokens * num_texts / min(args.batch_size, num_texts)
@@ -84,15 +77,8 @@ def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
     return compilation.pick_compile(wanted, device, is_long)
 
 
-def new_engine(
-    args: argparse.Namespace, model: "Transformer", sequences: list["Sequence"]
-) -> "Engine":
+def new_engine(args: argparse.Namespace, model: Transformer, sequences: list[Sequence]) -> Engine:
     """Create an engine that samples according to the options, with a cache unless disabled."""
-    import torch
-
-    from inference.engine import Engine, new_cache
-    from inference.sampling import sample
-
     sampler = partial(
         sample,
         temperature=args.temperature,
@@ -108,10 +94,8 @@ def new_engine(
     return Engine(model, sampler, cache)
 
 
-def compile_engine(engine: "Engine", *, is_required: bool) -> None:
+def compile_engine(engine: Engine, *, is_required: bool) -> None:
     """Compile the decode step. If that fails, exit if `is_required`, otherwise decode eagerly."""
-    from run import compilation
-
     compilation.prepare_to_compile()
     option = "--compile false"
     with waiting(f"compiling the decode step (to skip compilation: {option})"):
@@ -119,11 +103,7 @@ def compile_engine(engine: "Engine", *, is_required: bool) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python generate.py",
-        __doc__,
-        "quote the prompt, and put -- before a prompt that begins with a dash",
-    )
+    parser = Parser("python generate.py", __doc__)
     add = parser.add_argument
     positive = bounded_number(int, 1)
     natural = bounded_number(int, 0)
@@ -131,7 +111,11 @@ def parse_arguments() -> argparse.Namespace:
 
     # Prompts and model.
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("prompt", nargs="?", help="text to continue; - reads it from stdin")
+    prompts.add_argument(
+        "prompt",
+        nargs="?",
+        help="text to continue; - reads it from stdin; -- goes before a text with a dash",
+    )
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
     add_batch_option(parser)
@@ -139,12 +123,14 @@ def parse_arguments() -> argparse.Namespace:
     # Sampling.
     add(
         "--max-new-tokens",
+        "--max-tokens",
         type=positive,
         default=200,
         help="maximum number of tokens to generate per sample",
     )
     add(
         "--temperature",
+        "--temp",
         type=bounded_number(float, 0),
         default=0.8,
         help="divide logits by this number before sampling; 0: greedy decoding",
@@ -239,5 +225,6 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` has read enough
     with errors.report_errors():
         main(parse_arguments())

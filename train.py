@@ -4,31 +4,17 @@ torchrun --nproc_per_node=8 train.py ...  trains the same model on eight GPUs.
 python train.py --help  lists the keys.
 """
 
-import sys
 from time import monotonic
 
 BEFORE_IMPORTS = monotonic()
 
-from run import errors
-
-if __name__ == "__main__":
-    errors.begin_command()
-    # Print help, and report wrong overrides, before the slow import of PyTorch.
-    from run.options import read_command_line
-
-    with errors.report_errors(), errors.user_input():
-        SETTINGS, OVERRIDES = read_command_line(sys.argv[1:])
-    # report_errors() has restored Python's handler of Ctrl-C, but the slow import follows.
-    errors.begin_command()
-    if sys.stderr.isatty():
-        print("loading PyTorch", end="", file=sys.stderr, flush=True)
-
 import os
 import shlex
+import sys
 
-from run import distributed, folder, hardware
+from run import distributed, errors, folder, hardware
+from run.compose import compose, help_text
 from run.progress import say
-from run.settings import Settings
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
@@ -38,15 +24,18 @@ from training.profiling import StepProfiler
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
 
 
-def main(settings: Settings, overrides: list[str]) -> None:
-    """Set up a run from its config, train, and exit with a code that shows how the run ended.
-
-    `settings` is the config that was composed from `overrides`.
-    """
+def main(overrides: list[str]) -> None:
+    """Set up a run from its config, train, and exit with a code that shows how the run ended."""
+    if {"-h", "--help"} & set(overrides):
+        with errors.user_input():
+            print(help_text([word for word in overrides if not word.startswith("-")]))
+        return
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
         # Report all input errors here, before the run's folder is created.
         with errors.user_input():
+            overrides = folder.add_saved_overrides(overrides)
+            settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
             setup.warn_of_unused_keys(settings, corpus, overrides)
@@ -149,7 +138,6 @@ def report(run: setup.Run) -> None:
 
 
 if __name__ == "__main__":
-    errors.start_line()
     # Under torchrun, gloo's destructor can hang.
     with distributed.hard_exit("RANK" in os.environ), errors.report_errors():
-        main(SETTINGS, OVERRIDES)
+        main(sys.argv[1:])

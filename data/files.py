@@ -12,7 +12,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from run.errors import naming
 from run.sealed import sha256_of
 
 ROW_SUFFIXES = (".jsonl", ".parquet", ".csv")  # each row is a document
@@ -271,7 +270,7 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
     num_chars = 0
     is_line_start = True
     try:
-        with naming(file), file.open(encoding="utf-8-sig", newline="\n") as opened:
+        with file.open(encoding="utf-8-sig", newline="\n") as opened:
             # A line may be as long as the file.
             for line in iter(partial(opened.readline, PART_CHARS), ""):
                 if is_line_start and line.strip() == separator:

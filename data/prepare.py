@@ -20,8 +20,8 @@ from data.corpus import Corpus
 from data.files import PART_CHARS, Part
 from data.tokenizer import Tokenizer, tokenizer_file
 from run.cache_folder import writable_cache
-from run.errors import naming
 from run.progress import say, waiting
+from run.ranges import PositiveInt
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
@@ -45,7 +45,7 @@ class Source:
 
     tokens = None  # number of training tokens to stop after; None to use all
     is_endless = False  # True if no row repeats
-    vocab_size: int
+    vocab_size: PositiveInt
     tokenizer: str | None
 
     def corpus(self) -> Corpus | None:
@@ -108,9 +108,8 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
     files = verify(folder, f"delete {folder}, which will be rebuilt")
     tokenizer = Tokenizer.load(tokenizer_file(folder))
     dtype = dtype_of(tokenizer)
-    with naming(folder):
-        train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
-        validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
+    train = np.memmap(folder / TRAIN_SHARD, dtype, "r")
+    validation = np.memmap(folder / VALIDATION_SHARD, dtype, "r")
     tokens_hash = text_hash(files[TRAIN_SHARD] + files[VALIDATION_SHARD])
     return Corpus(train=[train], validation=validation, tokenizer=tokenizer, sha256=tokens_hash)
 

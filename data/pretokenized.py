@@ -11,6 +11,7 @@ from data.files import Paths, content_hash, describe_files, split_files
 from data.prepare import Source, dtype_of, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
 from run.progress import waiting
+from run.ranges import AtLeastTwo, NonNegativeInt
 
 # An llm.c file begins with a header of 256 int32 values, three of which are used.
 HEADER_BYTES = 1024
@@ -32,8 +33,8 @@ class Pretokenized(Source):
     """
 
     path: Paths
-    validation_tokens: int
-    bos: int
+    validation_tokens: AtLeastTwo
+    bos: NonNegativeInt
     dtype: Literal["uint16", "uint32"] | None = None
 
     def __post_init__(self):
@@ -44,11 +45,6 @@ class Pretokenized(Source):
                     f"not a .bin file of token ids ({file}). fix: for text, use data=text; if the "
                     "file contains ids, rename it to end in .bin"
                 )
-        if self.validation_tokens < 2:
-            raise ValueError(
-                "evaluation needs at least two tokens "
-                f"(data.validation_tokens={self.validation_tokens}). fix: set it to 2 or more"
-            )
         # Without a tokenizer, ids serve as their own text.
         if self.tokenizer:
             self.ids_of = Tokenizer.load(self.tokenizer)

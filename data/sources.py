@@ -22,6 +22,7 @@ from data.files import (
     split_files,
 )
 from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
+from run.ranges import AtLeastTwo, PositiveInt
 
 # Folders of Python code that are skipped. Tests and encoding tables are not typical code, and
 # site-packages differ between machines.
@@ -56,14 +57,6 @@ def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:
             yield Part(part.text, is_held_out=True, is_last=True)
             return
         yield part._replace(is_held_out=True)
-
-
-def check_holdout(holdout: int) -> None:
-    """Raise ValueError if `holdout` leaves no text for training."""
-    if holdout < 2:
-        raise ValueError(
-            f"no text is left for training (data.holdout={holdout}). fix: set it to 2 or more"
-        )
 
 
 def is_held_out(identity: str, holdout: int) -> bool:
@@ -177,10 +170,9 @@ class Text(Source):
     path: Paths
     text_field: str
     separator: str
-    holdout: int
+    holdout: AtLeastTwo
 
     def __post_init__(self):
-        check_holdout(self.holdout)
         if self.separator != self.separator.strip():
             raise ValueError(
                 "no line can match the separator, because whitespace around lines is ignored "
@@ -289,11 +281,8 @@ class Hub(Source):
     validation: str | None
     text_field: str
     starts: str | None
-    tokens: int | None
-    holdout: int
-
-    def __post_init__(self):
-        check_holdout(self.holdout)
+    tokens: PositiveInt | None
+    holdout: AtLeastTwo
 
     def unused_keys(self) -> dict[str, str]:
         if self.validation is None:

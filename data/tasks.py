@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from annotated_types import MinLen
 from torch import Tensor
 
 from data.corpus import Corpus, EvaluationBatch
@@ -23,6 +24,7 @@ from data.loader import IGNORE_INDEX
 from data.prepare import Source, text_hash
 from data.slices import cells
 from data.tokenizer import IdTokenizer
+from run.ranges import NonNegativeFloat, PositiveInt
 
 VALIDATION_ROWS = 512  # total over all sizes
 
@@ -52,7 +54,7 @@ class Task(Source):
     not fit.
     """
 
-    context: int
+    context: PositiveInt
     tokenizer: None = field(init=False, default=None)
     is_endless = True
     length_name = "distance"  # used in the names of slices
@@ -157,18 +159,13 @@ class Recall(Task):
     replacement from the lower half of the vocabulary, and values from the upper half.
     """
 
-    pairs: list[int]
-    power: float
+    pairs: Annotated[list[PositiveInt], MinLen(1)]
+    power: NonNegativeFloat
 
     def __post_init__(self):
         if len(set(self.pairs)) < len(self.pairs):
             raise ValueError(
                 f"data.pairs has duplicates (got {self.pairs}). fix: leave data.pairs out"
-            )
-        if min(self.pairs, default=0) < 1:
-            raise ValueError(
-                f"each row needs at least one pair (data.pairs={self.pairs}). fix: leave "
-                "data.pairs out"
             )
         super().__post_init__()
 
@@ -207,15 +204,10 @@ class Track(Task):
     objects, the answer is the parity of the number of swaps.
     """
 
-    elements: int
+    elements: PositiveInt
     length_name = "length"
 
     def __post_init__(self):
-        if self.elements < 1:
-            raise ValueError(
-                "a permutation needs at least one element "
-                f"(data.elements={self.elements}). fix: leave data.elements out"
-            )
         fix = "use a smaller data.elements"
         if self.elements <= 7:
             fix = f"data.vocab_size={math.factorial(self.elements) + 1}, or {fix}"

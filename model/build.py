@@ -16,8 +16,7 @@ def build_model(
     `dtype` applies to matrices and to the biases of linear layers. Other vectors, such as the
     weights of norms, are in fp32 or wider, and buffers keep their own dtypes, as under autocast. If
     `seed` is None, parameters are left uninitialized, and the caller must load or sample them. On
-    the meta device, a model has only shapes. Raises ValueError for an invalid config, and TypeError
-    for an unknown or missing argument.
+    the meta device, a model has only shapes. Raises ValueError for an invalid config.
     """
     device = torch.device(device)
     model = instantiate_model(tree, device, dtype)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     """Base class of the scalings; the context grows by `factor`."""
 
-    factor: float
+    factor: PositiveFloat
 
     def interpolate(self, frequency: Tensor, unscaled: Tensor) -> Tensor:
         """Divide frequencies by `factor` where `unscaled` (R/2,) is 0; keep them where it is 1.
@@ -41,9 +43,9 @@ class Llama3(Scaling):
     In between, the scaling fades linearly with the number of rotations. Llama 3, 2407.21783.
     """
 
-    low: float
-    high: float
-    context: int
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+    context: PositiveInt
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         rotations = self.context * frequency / (2 * math.pi)
@@ -59,9 +61,9 @@ class YaRN(Scaling):
     In between, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
     """
 
-    fast: float
-    slow: float
-    context: int
+    fast: NonNegativeFloat
+    slow: NonNegativeFloat
+    context: PositiveInt
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:
         # The ramp begins at the pair with `fast` rotations and ends at the pair with `slow`.

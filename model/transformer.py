@@ -14,6 +14,7 @@ from model.attention.base import Attention, AuxLoss, CrossLayer, LayerSpec
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
 from model.layers import Embedding, Linear, apply_softcap
+from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class Block(nn.Module):
@@ -56,18 +57,18 @@ class Transformer(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        hidden: int,
-        context: int,
+        vocab_size: PositiveInt,
+        dim: PositiveInt,
+        depth: PositiveInt,
+        heads: PositiveInt,
+        hidden: PositiveInt,
+        context: PositiveInt,
         tied: bool,
         attention: Callable[[LayerSpec], Attention],
         ffn: Callable[[int, int], nn.Module | None],
         norm: Callable[[int, float], nn.Module],
-        softcap: float | None = None,
-        norm_eps: float = 1e-6,
+        softcap: PositiveFloat | None = None,
+        norm_eps: NonNegativeFloat = 1e-6,
     ):
         super().__init__()
         self.context = context

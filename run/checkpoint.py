@@ -5,6 +5,7 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 (or tokenizer.json and its configs)
 """
 
+import difflib
 import errno
 import json
 import os
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from run import sealed
-from run.errors import IntegrityError, suggest, without_fix
+from run.errors import IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
 from run.paths import holding_run, run_path
 from run.progress import say
@@ -192,8 +193,9 @@ def fix_for_path(path: Path, option: str) -> str:
     for checkpoint in sorted(Path("runs").glob(f"*/checkpoints/{STEPS}")):
         times[checkpoint.parents[1]] = checkpoint.stat().st_mtime_ns
     if run is None:
-        nearest = suggest(path.name, [folder.name for folder in times])
-        run = nearest and Path("runs", nearest)
+        names = [folder.name for folder in times]
+        for nearest in difflib.get_close_matches(path.name, names, 1):
+            run = Path("runs", nearest)
     if run is not None:
         return f"{option}{shlex.quote(str(run))}"
 

@@ -17,7 +17,7 @@ from run.distributed import DistEnv
 from run.errors import IntegrityError
 from run.paths import run_path
 from run.progress import say, warn_once
-from run.settings import Settings, as_text, flatten, key_of, parse_overrides
+from run.settings import Settings, as_typed, flatten
 
 RUNS = Path("runs")
 
@@ -133,7 +133,7 @@ def report_folder_errors() -> Iterator[None]:
         except OSError as error:
             errors.exit_with(
                 errors.STORAGE,
-                f"cannot write to the run folder ({error.filename}: {error.strerror}). fix: "
+                f"cannot write to the run folder ({error.filename or ''}: {error.strerror}). fix: "
                 "choose a different run_dir, or free disk space",
             )
 
@@ -154,16 +154,20 @@ def add_saved_overrides(overrides: list[str]) -> list[str]:
     Overrides that the user adds replace saved overrides of the same key or group. Returns
     `overrides` unchanged if there is no run to resume.
     """
-    words = [as_text(word) for word in overrides]
-    given = {override.key_or_group: override.value() for override in parse_overrides(words)}
-    if given.get("resume") is not True or not isinstance(given.get("run_dir"), str):
+    given = {}
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        given[key] = value.strip("\"'")
+    if given.get("resume", "").lower() != "true" or given.get("run_dir", "null") == "null":
         return overrides
     run = Path(os.path.expanduser(given["run_dir"]))
     if not has_checkpoint(run):
         return overrides
     with suppress(IntegrityError):  # reported when the run is restored
         saved = newest_config(run).get("overrides", [])
-        kept = [word for word in saved if not is_replaced(key_of(word), given)]
+        kept = [
+            word for word in saved if not is_replaced(word.lstrip("+~").partition("=")[0], given)
+        ]
         return kept + overrides
     return overrides
 
@@ -282,7 +286,7 @@ def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
         # the program after the run began is not a change while it is off.
         differs = (then.get(key) or None) != (now.get(key) or None)
         if differs and not key.startswith(IGNORED_ON_RESUME):
-            values = (errors.as_typed(then.get(key)), errors.as_typed(now.get(key)))
+            values = (as_typed(then.get(key)), as_typed(now.get(key)))
             change = f"{key} (was {values[0]}, now {values[1]})"
             changed.append(change)
             if key.startswith(FIXED_ON_RESUME):

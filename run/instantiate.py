@@ -6,33 +6,19 @@ a file of the given package, and an argument must have the type of its annotatio
 
 import inspect
 import re
-import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.types import Device
 
-from run import ROOT, aliases
-from run.errors import shown
-from run.settings import COPIES
+from run import ROOT
+from run.settings import COPIES, describe
 
-TYPE_NAMES = {
-    int: "an integer",
-    float: "a finite number",
-    bool: "true or false",
-    str: "a string",
-    NoneType: "null",
-    list[int]: "a list of integers",
-    list[float]: "a list of numbers",
-    list[str]: "a list of strings",
-}
-LIST_EXAMPLES = {"list[int]": "[4,8]", "list[float]": "[0.9,0.95]"}
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -40,8 +26,8 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
     """Call every `_target_` in the tree, innermost first.
 
     A target with `_partial_: true` is not called, but becomes a functools.partial. Raises
-    ValueError for a target outside `package` or an argument of the wrong type, and TypeError for an
-    unknown or missing argument. `path` is the tree's key in the config.
+    ValueError for a target outside `package`, and for an unknown, missing or invalid argument.
+    `path` is the tree's key in the config.
     """
     path = path or package
     if isinstance(tree, list):
@@ -57,7 +43,7 @@ def instantiate(tree: Any, package: str = "model", path: str = "") -> Any:
         return arguments
     target = resolve_target(arguments.pop("_target_"), package)
     is_partial = arguments.pop("_partial_", False)
-    check_arguments(target, arguments, path)
+    check_arguments(target, arguments, path, is_partial=is_partial)
     if is_partial:
         return partial(target, **arguments)
     return target(**arguments)
@@ -96,92 +82,39 @@ def resolve_target(path: str, package: str) -> Callable:
         is_callable = inspect.isclass(target) or inspect.isfunction(target)
         if is_callable and target.__module__ == module:
             return target
-    fix = f"leave it out, or _target_={package}.FILE.NAME"
-    file = f"{module.replace('.', '/')}.py"
-    if module in known_modules:
-        fix = f"define {name} in {file}, or correct _target_"
-    elif (ROOT / file).with_suffix("").is_dir():
-        fix = f"_target_={module}.FILE.{name}"
-    elif module.startswith(f"{package}."):
-        fix = f"create {file}, which defines {name}, or correct _target_"
-    raise ValueError(
-        f"_target_ must be a class or function defined in {package}/ (got {path!r}). fix: {fix}"
-    )
+    raise ValueError(f"_target_ must be a class or function defined in {package}/ (got {path!r})")
 
 
-def check_arguments(target: Callable, arguments: dict, path: str) -> None:
-    """Raise TypeError for an unknown argument, and ValueError for a value that is not allowed.
+def check_arguments(
+    target: Callable, arguments: dict, path: str, *, is_partial: bool = False
+) -> None:
+    """Raise ValueError for an unknown or missing argument, and for a value that its type excludes.
 
-    Values must match the type annotation. NaN, infinity and negative numbers are refused, as is 0
-    for many model options. The call itself refuses missing arguments. If the annotation is a list
-    of integers, an integer in `arguments` is replaced by a list.
+    A type may have a range, such as those of run/ranges.py. NaN and infinity are refused. Positional
+    arguments of a partial call are given later.
     """
-    annotations = {known.name: known.annotation for known in parameters_of(target)}
+    parameters = parameters_of(target)
     # The user types attention.window, which is model.attention.window in the config.
-    prefix = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", f"{path}.")
-    for name, value in arguments.items():
-        # Users override the original, not its copy: data.vocab_size instead of model.vocab_size.
-        key = COPIES.get(prefix + name, prefix + name)
-        if name not in annotations:
-            raise TypeError(f"{target.__name__} has no such argument ({key}). fix: leave {key} out")
-        if annotations[name] is inspect.Parameter.empty:
-            raise TypeError(
-                f"{target.__name__} has no type annotation for {name}. fix: annotate it, for example "
-                f"{name}: {type(value).__name__}"
-            )
+    path = re.sub(r"^model\.(?=(attention|ffn|norm)\b)", "", path)
+    for parameter in parameters:
+        is_needed = parameter.default is parameter.empty
+        if is_partial and parameter.kind is not parameter.KEYWORD_ONLY:
+            is_needed = False
+        if is_needed and parameter.name not in arguments:
+            raise ValueError(f"missing key ({path}.{parameter.name}, of {target.__name__})")
 
-        # A single number is accepted in place of a list with one element.
-        wanted = inspect.formatannotation(annotations[name])
-        if wanted == "list[int]" and type(value) is int:
-            value = [value]
-            arguments[name] = value
+    # A class's own annotation of an argument replaces that of its base class.
+    annotations = {parameter.name: parameter.annotation for parameter in reversed(parameters)}
+    for name, value in arguments.items():
+        key = COPIES.get(f"{path}.{name}", f"{path}.{name}")
+        if name not in annotations:
+            raise ValueError(f"unknown key ({key}): {target.__name__} has no such argument")
+        if annotations[name] is inspect.Parameter.empty:
+            raise ValueError(f"{target.__name__} has no type annotation for {name} ({key})")
         try:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
-        except ValidationError:
-            problem = f"{key} must be {type_in_words(annotations[name])} (got {shown(value)})"
-            fix = fixed_value(key, value, annotations[name])
-            raise ValueError(f"{problem}. fix: {fix or f'leave {key} out'}") from None
-        # Sizes are integers. Options that 0 might turn off are turned off with null instead.
-        is_size = wanted.startswith("int") or wanted.endswith("None")
-        is_positive = is_size and target.__module__.startswith("model.")
-        items = value if isinstance(value, list) else [value]
-        for item in items:
-            if isinstance(item, int | float) and (item < 0 or (item == 0 and is_positive)):
-                minimum = "greater than 0" if is_positive else "at least 0"
-                raise ValueError(
-                    f"{key} must be {minimum} (got {shown(value)}). fix: leave {key} out"
-                )
-
-
-def type_in_words(annotation: Any) -> str:
-    """Return the description of a type for messages, such as `an integer or null`."""
-    if annotation in TYPE_NAMES:
-        return TYPE_NAMES[annotation]
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(type_in_words(part) for part in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        *values, last = [shown(value) for value in get_args(annotation)]
-        return f"{', '.join(values)} or {last}" if values else last
-    return inspect.formatannotation(annotation)
-
-
-def fixed_value(key: str, value: Any, annotation: Any) -> str | None:
-    """Return an override with the value that the user probably means; None if it is unknown."""
-    wanted = inspect.formatannotation(annotation)
-    nearest = aliases.nearest_value(key, value, annotation)
-    if nearest is not None:
-        return f"{key}={nearest}"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted.startswith("str") and is_number:
-        return shlex.quote(f'{key}="{value}"')
-    number = aliases.meant_number(key, value)
-    if number is not None and not wanted.startswith("list"):
-        return f"{key}={number}"
-    if wanted == "list[str]" and isinstance(value, str):
-        return shlex.quote(f"{key}=[{value}]")
-    if wanted in LIST_EXAMPLES:
-        return shlex.quote(f"{key}={LIST_EXAMPLES[wanted]}")
-    return None
+        except ValidationError as error:
+            raise ValueError(describe(key, error.errors()[0] | {"input": value})) from None
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

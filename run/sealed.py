@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from run.errors import DISCONNECTED, UNSUPPORTED, IntegrityError, naming
+from run.errors import UNSUPPORTED, IntegrityError
 from run.progress import warn_once
 
 SEAL_LENGTH = 65  # bytes of the last line of a manifest
@@ -34,8 +34,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     try:
-        with naming(folder):
-            yield staging
+        yield staging
 
         # The files, and the manifest that lists them, must reach the disk first, ...
         hashes = {}
@@ -51,13 +50,16 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         sync(staging)
         staging.rename(folder)
         sync(folder.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        # Python does not name a file that cannot be written or synced.
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
         raise
 
 
 def sha256_of(path: Path) -> str:
-    with naming(path), path.open("rb") as file:
+    with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
@@ -74,12 +76,11 @@ def sync(path: Path) -> None:
     Warns if a network file system does not support this.
     """
     try:
-        with naming(path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         # A directory above the run may belong to a different user and be unreadable.
         is_unreadable = error.errno == errno.EACCES and path.is_dir()
@@ -98,8 +99,7 @@ def acquire(lock: FileLock) -> bool:
     Raises Timeout if the lock is non-blocking and another process holds it.
     """
     try:
-        with naming(lock.lock_file):
-            lock.acquire()
+        lock.acquire()
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
@@ -114,10 +114,9 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
     network disk has disappeared, which says nothing about the files.
     """
     try:
-        with naming(folder):
-            return matching_files(folder, may_be_renamed)
+        return matching_files(folder, may_be_renamed)
     except OSError as error:
-        if error.errno in DISCONNECTED:
+        if error.errno in (errno.ESTALE, errno.ENOTCONN):  # a network disk has disappeared
             raise
         problem = error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -34,10 +34,11 @@ from inference.engine import Engine
 from inference.sampling import sample
 from model.build import build_model
 from run import checkpoint, progress
+from run.compose import compose
 from run.distributed import DistEnv
 from run.instantiate import instantiate
 from run.progress import duration
-from run.settings import Settings, compose
+from run.settings import Settings
 from run.signals import Signals
 from tests.run.forks import LONG as LONG
 from tests.run.forks import Forked
@@ -334,7 +335,9 @@ def command(tmp_path, monkeypatch, capfd):
             code = 0
         except SystemExit as end:
             code = end.code or 0
-        torch.set_float32_matmul_precision("highest")  # undo the change made by training on a GPU
+        # Undo what training on a GPU and generate.py change in their process.
+        torch.set_float32_matmul_precision("highest")
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return Result(code, *capfd.readouterr())
 
     return run

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from run.settings import compose, flatten
+from run.compose import compose
+from run.settings import flatten
 from tests.conftest import ROOT
 
 # Each package ("room") may import itself and earlier packages, but model and data must not import
@@ -20,7 +21,7 @@ STRANGERS = {"model": {"data"}, "data": {"model"}}
 LIBRARIES = {
     "model": {"torch"},
     "data": {"torch", "numpy", "sentencepiece", "tokenizers", "datasets", "huggingface_hub"}
-    | {"filelock", "pyarrow", "tqdm"},
+    | {"filelock", "pyarrow", "tqdm", "annotated_types"},
 }
 WITHOUT_HYDRA = ("model", "data", "inference")
 SLOW = {

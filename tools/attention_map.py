@@ -29,7 +29,7 @@ Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
 
 def main() -> None:
-    parser = Parser("python -m tools.attention_map", __doc__, "quote the prompt")
+    parser = Parser("python -m tools.attention_map", __doc__)
     parser.add_argument("prompt", help="text whose attention weights are plotted")
     parser.add_argument(
         "--out", type=user_path, required=True, metavar="map.png", help="output image, .png or .svg"

@@ -38,9 +38,10 @@ from inference.engine import Engine
 from model.build import build_model
 from run import ROOT, compilation, errors, hardware
 from run.cli import Parser
+from run.compose import compose
 from run.distributed import DistEnv
 from run.progress import say, waiting
-from run.settings import Settings, compose
+from run.settings import Settings
 from tools.attention_bench import compare_kernels
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
@@ -62,12 +63,7 @@ Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.bench",
-        __doc__,
-        "train, decode or attention, then KEY=VALUE overrides",
-        check=compose,
-    )
+    parser = Parser("python -m tools.bench", __doc__)
     add = parser.add_argument
     add("kind", choices=[*COMPETITORS, "attention"], help="what to measure")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")

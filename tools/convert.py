@@ -13,18 +13,12 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from model.build import build_model
 from run import checkpoint, errors
 from run.cli import Parser, user_path
-from run.settings import compose
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats import converted_model
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.convert",
-        __doc__,
-        "MODEL attention=PRESET attention.KEY=VALUE --out FOLDER",
-        check=compose,
-    )
+    parser = Parser("python -m tools.convert", __doc__)
     add = parser.add_argument
     add("model", type=user_path, help="run or checkpoint")
     add("overrides", nargs="+", metavar="KEY=VALUE", help="attention overrides, as for train.py")

@@ -9,11 +9,14 @@ computed.
 
 import sys
 
+import torch
+
+from model.build import build_model
 from run import cli, errors
+from run.compose import choices, compose
 from run.progress import waiting
-from run.settings import choices, compose, key_of
-from tools import import_torch
 from tools.compare.sweep import expand_sweep
+from training.setup import check_buildable
 
 COLUMNS = (
     "attention",
@@ -34,17 +37,15 @@ NEXT = "next: python train.py attention=NAME, with the same overrides"
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(
-        "python -m tools.cost", __doc__, "such as model=124m context=4096", check=expand_sweep
-    )
+    parser = cli.Parser("python -m tools.cost", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides
 
     # Remove overrides of the attention, because each attention variant has a separate row.
     sweep = expand_sweep(overrides)  # checks all overrides
-    words = sweep.get("attention", choices("attention"))
-    names = [word.partition("=")[2] for word in words]
-    others = [word for word in overrides if key_of(word) != "attention"]
+    names = [word.partition("=")[2] for word in sweep.get("attention", [])]
+    names = names or choices("attention")
+    others = [word for word in overrides if not word.lstrip("+").startswith("attention=")]
 
     for name in names:
         with waiting(f"building attention={name}"):
@@ -64,13 +65,6 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
-    # torch is imported only here, so that --help and errors in overrides print at once.
-    import_torch()
-    import torch
-
-    from model.build import build_model
-    from training.setup import check_buildable
-
     model = build_model(check_buildable(settings).model, "meta")
     bytes_of_one = model.cache_bytes(1, torch.bfloat16)
     bytes_of_two = model.cache_bytes(2, torch.bfloat16)

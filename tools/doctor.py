@@ -94,5 +94,5 @@ def slow(device: torch.device) -> list[str]:
 
 if __name__ == "__main__":
     with errors.report_errors():
-        Parser("python -m tools.doctor", __doc__, "it takes no arguments").parse_args()
+        Parser("python -m tools.doctor", __doc__).parse_args()
         main()

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser("python -m tools.evaluate", __doc__, "--text FILE, --slices or --lengths")
+    parser = Parser("python -m tools.evaluate", __doc__)
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
         "--text",

@@ -35,7 +35,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser("python -m tools.export_hf", __doc__, "such as --run runs/NAME --out FOLDER")
+    parser = Parser("python -m tools.export_hf", __doc__)
     add_run_option(parser)
     add = parser.add_argument
     add("--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write")

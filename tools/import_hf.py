@@ -25,9 +25,7 @@ from tools.formats.weights import read_weights
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.import_hf", __doc__, "such as my/SmolLM2-135M --out models/smollm2"
-    )
+    parser = Parser("python -m tools.import_hf", __doc__)
     parser.add_argument(
         "folder", type=user_path, help="folder with config.json, safetensors and a tokenizer"
     )

@@ -2,17 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from annotated_types import Len
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from run.hardware import fastest_dtype
+from run.ranges import BelowOne, NonNegativeFloat, PositiveFloat
 from run.sharding import full_tensor, shard_like
 from training.rates import Reference, adam_groups, split_parameters
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
+Betas = Annotated[list[BelowOne], Len(2, 2)]
 
 
 class Muon(Optimizer):
@@ -97,13 +101,12 @@ def newton_schulz(x: Tensor) -> Tensor:
 def adamw(
     model: nn.Module,
     *,
-    lr: float,
-    betas: list[float],
-    weight_decay: float,
+    lr: PositiveFloat,
+    betas: Betas,
+    weight_decay: NonNegativeFloat,
     reference: Reference | None,
 ) -> list[Optimizer]:
     """AdamW with weight decay on the matrices in the blocks. Loshchilov, 1711.05101."""
-    check_options(lr, betas)
     groups = adam_groups(split_parameters(model), lr, weight_decay, reference)
     return [AdamW(groups, betas=betas, fused=True)]
 
@@ -111,25 +114,15 @@ def adamw(
 def muon(
     model: nn.Module,
     *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    betas: list[float],
+    lr: PositiveFloat,
+    momentum: BelowOne,
+    weight_decay: NonNegativeFloat,
+    betas: Betas,
     reference: Reference | None,
 ) -> list[Optimizer]:
     """Muon for matrices in the blocks, AdamW without decay for embedding, head and vectors."""
-    check_options(lr, betas)
     parameters = split_parameters(model)
     matrices = {"params": parameters.pop("matrices"), "role": "matrices"}
     options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     groups = adam_groups(parameters, lr, 0.0, reference)
     return [Muon([matrices], options), AdamW(groups, betas=betas, fused=True)]
-
-
-def check_options(lr: float, betas: list[float]) -> None:
-    if lr == 0:
-        raise ValueError("the learning rate is 0 (optimizer.lr=0). fix: leave optimizer.lr out")
-    if len(betas) != 2:
-        raise ValueError(
-            f"AdamW needs two betas (optimizer.betas={betas}). fix: optimizer.betas=[0.9,0.95]"
-        )

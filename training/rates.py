@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+
 # The noise scale grows with these powers of a run's tokens and of the width. They were fitted to
 # the best rates of 20 models and runs (docs/rates.md).
 NOISE_TOKENS_EXPONENT = 0.75
@@ -50,23 +52,15 @@ ROLES = {
 class Reference:
     """The model and run that `optimizer.lr` was tuned for, and the rates of the other roles."""
 
-    dim: int
-    batch_tokens: int  # in an optimizer step
-    tokens: float  # of the whole run
-    noise_scale: float  # in tokens; much smaller batches need lower rates; 0 turns this off
+    dim: PositiveInt
+    batch_tokens: PositiveInt  # in an optimizer step
+    tokens: PositiveFloat  # of the whole run
+    # In tokens; much smaller batches need lower rates; 0 turns this off.
+    noise_scale: NonNegativeFloat
     # Rates as multiples of lr.
-    embedding: float
-    head: float
-    vectors: float
-
-    def __post_init__(self):
-        """Raise ValueError if a number, except for the noise scale, is not positive."""
-        for name, value in vars(self).items():
-            if value <= 0 and name != "noise_scale":
-                raise ValueError(
-                    f"optimizer.reference.{name} must be above 0 (got {value}). "
-                    f"fix: leave optimizer.reference.{name} out"
-                )
+    embedding: PositiveFloat
+    head: PositiveFloat
+    vectors: PositiveFloat
 
     def width_factor(self, fan_in: int) -> float:
         """Return the factor of Adam's rate for a matrix with `fan_in` inputs."""

@@ -6,6 +6,8 @@ warm-up takes at most a fifth of the steps.
 
 from math import cos, inf, pi
 
+from run.ranges import Fraction, NonNegativeFloat, NonNegativeInt
+
 MAX_WARMUP = 0.2  # of all steps
 
 
@@ -16,7 +18,7 @@ def limit_warmup(warmup: int, steps: float) -> int:
     return min(warmup, int(MAX_WARMUP * steps))
 
 
-def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
+def cosine(step: int, steps: float, *, warmup: NonNegativeInt, floor: NonNegativeFloat) -> float:
     """Warm up linearly, then fall along half a cosine to `floor`. Loshchilov, 1608.03983."""
     warmup = limit_warmup(warmup, steps)
     if step < warmup:
@@ -26,16 +28,13 @@ def cosine(step: int, steps: float, *, warmup: int, floor: float) -> float:
     return floor + (1 - floor) * decay
 
 
-def wsd(step: int, steps: float, *, warmup: int, cooldown: float, floor: float) -> float:
+def wsd(
+    step: int, steps: float, *, warmup: NonNegativeInt, cooldown: Fraction, floor: NonNegativeFloat
+) -> float:
     """Warm up, stay at the peak, then fall linearly to `floor`. WSD: Hägele, 2405.18392.
 
     `cooldown` is the fraction of all steps during which the rate falls.
     """
-    if not 0 <= cooldown <= 1:
-        raise ValueError(
-            f"schedule.cooldown must be a fraction of all steps, from 0 to 1 (got {cooldown}). "
-            "fix: schedule.cooldown=0.6"
-        )
     warmup = limit_warmup(warmup, steps)
     if step < warmup:
         return (step + 1) / warmup

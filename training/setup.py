@@ -58,14 +58,11 @@ def check_buildable(settings: Settings) -> Settings:
     Raises ValueError for parts that cannot be built or do not fit together.
     """
     settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
-    try:
-        model = checkpoint.dry_run(settings.model)
-        with torch.device("meta"):
-            instantiate(settings.optimizer, "training", "optimizer")(model)
-        instantiate(settings.schedule, "training", "schedule")(0, 1)
-        source = instantiate(settings.data, "data")
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    model = checkpoint.dry_run(settings.model)
+    with torch.device("meta"):
+        instantiate(settings.optimizer, "training", "optimizer")(model)
+    instantiate(settings.schedule, "training", "schedule")(0, 1)
+    source = instantiate(settings.data, "data")
     has_epochs = settings.max_epochs is not None and not source.is_endless
     bounds = (settings.steps, settings.tokens_per_parameter, settings.max_minutes)
     if bounds == (None, None, None) and not has_epochs:

@@ -45,4 +45,4 @@ def end_diverged(where: str, progress: Progress) -> NoReturn:
     problem = f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32"
     if progress.saved_step > 0:
         problem += f"; resume=true continues from step {progress.saved_step}"
-    errors.exit_with(errors.DIVERGED, problem, once_per_machine=True)
+    errors.exit_with(errors.DIVERGED, problem)

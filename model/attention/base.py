@@ -1,6 +1,5 @@
 """The interface of an attention variant."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,16 +126,3 @@ def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> Cross
         objective = losses[name].objective + objective
         value = losses[name].value + value
     return carry | {"losses": losses | {name: AuxLoss(objective, value)}}
-
-
-def validate_knobs(base: float | None, dropout: float = 0.0) -> None:
-    """Raise ValueError for an invalid RoPE base or dropout rate."""
-    if base is not None and not 1 < base < math.inf:
-        raise ValueError(
-            f"attention.rope_base must be above 1 (got {base!r}). fix: attention.rope_base=10000"
-        )
-    if not 0 <= dropout < 1:
-        raise ValueError(
-            f"attention.dropout must be at least 0 and below 1 (got {dropout!r}). "
-            "fix: attention.dropout=0.0"
-        )

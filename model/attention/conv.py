@@ -13,6 +13,7 @@ from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import project, split_heads
+from run.ranges import PositiveInt
 
 
 class ConvAttention(SoftmaxAttention):
@@ -21,7 +22,7 @@ class ConvAttention(SoftmaxAttention):
     Also takes SoftmaxAttention's knobs.
     """
 
-    def __init__(self, spec: LayerSpec, *, kernel: int, **knobs):
+    def __init__(self, spec: LayerSpec, *, kernel: PositiveInt, **knobs):
         super().__init__(spec, **knobs)
         num_heads = self.heads + 2 * self.kv_heads
         self.conv = ShortConv(num_heads * self.head_dim, kernel)

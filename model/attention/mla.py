@@ -9,12 +9,13 @@ that is, applied to the T new tokens instead of the S cached ones.
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.attention.kernels.choose import AttentionKernel
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, split_heads
 from model.rope import Scaling
+from run.ranges import AboveOne, BelowOne, PositiveInt
 
 NORM_EPS = 1e-6  # for the latents' norms, as in DeepSeek's code; independent of the model's eps
 
@@ -24,25 +25,24 @@ class LatentAttention(Attention):
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
     `query_rank`, queries are also projected from a latent. Without a `rope_base`, there is no RoPE,
-    and the part of width `rope_dim` is shared but not rotated. Raises ValueError if `rank`,
-    `rope_dim`, `rope_base` or `dropout` is out of range.
+    and the part of width `rope_dim` is shared but not rotated. Raises ValueError if `rank` or
+    `rope_dim` is out of range.
     """
 
     def __init__(
         self,
         spec: LayerSpec,
         *,
-        rank: int | None,
-        head_dim: int | None,
-        rope_dim: int | None,
-        rope_base: float | None,
-        query_rank: int | None = None,
+        rank: PositiveInt | None,
+        head_dim: PositiveInt | None,
+        rope_dim: PositiveInt | None,
+        rope_base: AboveOne | None,
+        query_rank: PositiveInt | None = None,
         rope_scaling: Scaling | None = None,
-        dropout: float = 0.0,
+        dropout: BelowOne = 0.0,
         bias: bool = False,
     ):
         super().__init__()
-        validate_knobs(rope_base, dropout)
         dim = spec.dim
         heads = spec.heads
         if head_dim is None:

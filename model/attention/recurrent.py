@@ -21,6 +21,7 @@ from model.attention.short_conv import ShortConv
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import ACTIVATIONS, Linear, RMSNorm, fp32, no_autocast, project, split_heads
+from run.ranges import PositiveInt
 
 # The log decay at the first token of a row or document, where e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
@@ -94,9 +95,9 @@ class GatedRecurrence(RecurrentAttention):
         self,
         spec: LayerSpec,
         *,
-        head_dim: int | None,
-        kernel: int,
-        chunk: int,
+        head_dim: PositiveInt | None,
+        kernel: PositiveInt,
+        chunk: PositiveInt,
         decay: Literal["head", "channel"],
         erase: bool,
         gate: Literal["silu", "sigmoid"],

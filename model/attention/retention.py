@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec, validate_knobs
+from model.attention.base import CrossLayer, LayerSpec
 from model.attention.recurrent import RecurrentAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, apply_rope, fp32, project, rms, split_heads
+from run.ranges import AboveOne, PositiveInt
 
 
 class Retention(RecurrentAttention):
@@ -21,8 +22,9 @@ class Retention(RecurrentAttention):
     widths.
     """
 
-    def __init__(self, spec: LayerSpec, *, rope_base: float, expansion: int, chunk: int):
-        validate_knobs(rope_base)
+    def __init__(
+        self, spec: LayerSpec, *, rope_base: AboveOne, expansion: PositiveInt, chunk: PositiveInt
+    ):
         dim = spec.dim
         heads = spec.heads
         head_dim = dim // heads

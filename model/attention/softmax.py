@@ -14,13 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, CrossLayer, LayerSpec, validate_knobs
+from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.attention.kernels.choose import AttentionKernel
 from model.attention.kernels.definition import ScoreBias
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import Linear, RMSNorm, apply_rope, project, rms, split_heads, take_along
 from model.rope import Scaling
+from run.ranges import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class SoftmaxAttention(Attention):
@@ -29,33 +30,32 @@ class SoftmaxAttention(Attention):
     If `rope_base` is null, there is no RoPE. A `head_dim` of null means dim / heads; with other
     values, the heads together are wider or narrower than x. A token attends to at most the `window`
     newest tokens, itself included, and only to tokens in its own `chunk`; the cache holds only these
-    tokens. Raises ValueError for options that are out of range or conflict.
+    tokens. Raises ValueError for options that conflict.
     """
 
     def __init__(
         self,
         spec: LayerSpec,
         *,
-        kv_heads: int,
-        rope_base: float | None,
+        kv_heads: PositiveInt,
+        rope_base: AboveOne | None,
         qk_norm: Literal["before_rope", "after_rope"] | None,
-        head_dim: int | None = None,
-        rope_fraction: float = 1.0,
+        head_dim: PositiveInt | None = None,
+        rope_fraction: NonNegativeFloat = 1.0,
         rope_scaling: Scaling | None = None,
-        window: int | None = None,
-        chunk: int | None = None,
-        softcap: float | None = None,
+        window: PositiveInt | None = None,
+        chunk: PositiveInt | None = None,
+        softcap: PositiveFloat | None = None,
         sink: bool = False,
         gated: bool = False,
-        dropout: float = 0.0,
+        dropout: BelowOne = 0.0,
         bias: bool = False,
     ):
         super().__init__()
         dim = spec.dim
         heads = spec.heads
 
-        # Reject options that are out of range or conflict.
-        validate_knobs(rope_base, dropout)
+        # Reject options that conflict.
         is_divisible = head_dim is not None or dim % heads == 0
         if not is_divisible or heads % kv_heads:
             fix = f"attention.kv_heads={math.gcd(heads, kv_heads)}"

@@ -14,6 +14,7 @@ from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext, Visibility
 from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads, take_along
+from run.ranges import NonNegativeFloat, PositiveInt
 
 TIE_BREAK = 1e-12  # subtracted from a score for each token between query and key
 
@@ -24,7 +25,7 @@ class SparseAttention(SoftmaxAttention):
     Takes SoftmaxAttention's knobs. Raises ValueError for a window or a chunk.
     """
 
-    def __init__(self, spec: LayerSpec, *, topk: int, **knobs):
+    def __init__(self, spec: LayerSpec, *, topk: PositiveInt, **knobs):
         super().__init__(spec, **knobs)
         self.topk = topk
         if self.window is not None or self.chunk is not None:
@@ -109,7 +110,7 @@ class BlockAttention(SparseAttention):
     and chunk.
     """
 
-    def __init__(self, spec: LayerSpec, *, block: int, **knobs):
+    def __init__(self, spec: LayerSpec, *, block: PositiveInt, **knobs):
         super().__init__(spec, **knobs)
         self.block = block
 
@@ -208,9 +209,9 @@ class IndexedAttention(SparseAttention):
         self,
         spec: LayerSpec,
         *,
-        index_heads: int,
-        index_dim: int | None,
-        index_weight: float,
+        index_heads: PositiveInt,
+        index_dim: PositiveInt | None,
+        index_weight: NonNegativeFloat,
         **knobs,
     ):
         super().__init__(spec, **knobs)

@@ -75,12 +75,6 @@ def test_a_row_without_text_is_refused_with_the_fields_that_have_text(repo):
         next(hub(repo, text_field="body").texts("train"))
 
 
-@pytest.mark.parametrize("holdout", [0, 1])
-def test_a_holdout_without_training_text_is_refused(repo, holdout):
-    with pytest.raises(ValueError, match=r"data\.holdout=[01]\)\. fix: set it to 2 or more"):
-        hub(repo, holdout=holdout)
-
-
 def test_the_error_for_too_little_text_names_the_holdout(repo, tmp_path):
     with pytest.raises(ValueError, match=r"no held-out text .*fix: use more text, or a data.hold"):
         prepare(hub(repo, validation=None, holdout=10**9), tmp_path / "cache")

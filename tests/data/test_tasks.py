@@ -195,16 +195,16 @@ def test_the_batch_size_does_not_change_the_evaluated_rows():
     [
         (["context=32"], "[16] answers do not fit (context=32, data.vocab_size=8192)"),
         (["context=256", "data.vocab_size=32"], "do not fit (context=256, data.vocab_size=32)"),
-        (["data=track", "data.elements=6"], "data.vocab_size=121). fix: data.vocab_size=721, or"),
-        (["data=track", "data.elements=2000"], "fix: use a smaller data.elements"),
-        (["data=track", "data.elements=0"], "fix: leave data.elements out"),
+        (["data=track", "data.elements=6"], "data.vocab_size=121"),
+        (["data=track", "data.elements=2000"], "data.elements=2000"),
+        (["data=track", "data.elements=0"], "data.elements=0"),
         (["context=256", "max_minutes=null"], "the run would never end"),
     ],
 )
 def test_a_task_that_does_not_fit_is_refused_in_one_line(command, words, problem):
     result = command("train.py", "model=tiny", "device=cpu", "data=recall", *words)
     assert result.code == 2 and result.err.startswith("error: ")
-    assert problem in result.err and "fix: " in result.err
+    assert problem in result.err
     assert not Path("runs").exists()
 
 

@@ -104,9 +104,7 @@ def test_a_run_on_token_ids_needs_no_tokenizer(command):
     assert result.code == 0 and all(word.isdecimal() for word in result.out.split()), result.err
     result = command("generate.py", "--run", "run", "five")
     assert (result.code, result.out) == (2, "")
-    assert (
-        f"this is not a token id below {VOCABULARY}" in result.err and "(five). fix: " in result.err
-    )
+    assert f"this is not a token id below {VOCABULARY}" in result.err and "(five)" in result.err
     fill(Path("corpus"), "llama-3", seed=2)
     result = command("train.py", *words, "steps=8", "resume=true")
     assert result.code == 2 and "was saved with a different text" in result.err
@@ -166,17 +164,17 @@ def test_unusable_token_files_are_refused_and_leave_no_files(command, case):
     words = ["data=tokens", "data.path=.", f"data.vocab_size={VOCABULARY}", f"data.bos={BOS}"]
     result = command("train.py", *TINY, "steps=2", *words)
     (line,) = result.err.splitlines()
-    assert (result.code, result.out) == (2, "") and line.startswith("error: ") and ". fix: " in line
+    assert (result.code, result.out) == (2, "") and line.startswith("error: ")
     assert BAD[case][1] in line and {path.name for path in Path().iterdir()} == before
 
 
 KEYS = {
-    "data.validation_tokens=0": "fix: set it to 2 or more",
-    "data.validation_tokens=1": "fix: set it to 2 or more",
-    f"data.bos={VOCABULARY}": f"fix: data.bos={VOCABULARY - 1}",
+    "data.validation_tokens=0": "data.validation_tokens=0",
+    "data.validation_tokens=1": "data.validation_tokens=1",
+    f"data.bos={VOCABULARY}": f"data.bos={VOCABULARY}",
     "data.path=story.txt": "not a .bin file of token ids (story.txt)",
     "data.dtype=uint32": "read as uint32",
-    "data.dtype=int64": "data.dtype must be",
+    "data.dtype=int64": "data.dtype=int64",
 }
 
 

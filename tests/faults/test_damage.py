@@ -147,7 +147,7 @@ def test_nothing_in_a_checkpoint_is_executed(spoiled, tmp_path, capfd, monkeypat
     targets = (
         "os.system",
         "model.layers.torch.hub.load",
-        "run.settings.Path.touch",
+        "run.compose.Path.touch",
         "pathlib.Path.touch",
     )
     forgeries += [

@@ -17,8 +17,9 @@ from data.tokenizer import Tokenizer
 from inference.load import load
 from inference.text import generate_text
 from run import checkpoint, errors, hardware, instantiate, sealed
+from run.compose import compose
 from run.errors import IntegrityError
-from run.settings import Settings, compose, flatten
+from run.settings import Settings, flatten
 from tests.conftest import ROOT, saved, settings_of, tell, tree_of
 from tests.faults.harness import source
 from tests.tools.families import write_tokenizer
@@ -110,7 +111,7 @@ def fuzzed(cases: int, seed: int, capfd) -> Iterator[tuple]:
         words = words_of(draw)
         code, told = outcome(words), capfd.readouterr()
         lines = told.err.splitlines()
-        alike = all(line.startswith("error: ") and "fix: " in line for line in lines)
+        alike = all(line.startswith("error: ") for line in lines)
         if code not in (0, 1, 2) or not alike or bool(lines) != (code != 0) or told.out:
             yield words, code, told.err
 
@@ -127,7 +128,7 @@ def test_any_config_is_accepted_or_refused_with_a_message(
 
 
 def test_fuzzing_detects_a_missing_check(capfd, monkeypatch):
-    monkeypatch.setattr(instantiate, "check_arguments", lambda target, arguments, path: None)
+    monkeypatch.setattr(instantiate, "check_arguments", lambda *_, **__: None)
     assert next(fuzzed(600, 13, capfd), None) is not None
 
 

@@ -3,9 +3,7 @@
 import io
 import os
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from inference import generate_text, load, stream_text
 from inference.batch import Sequence
 from inference.text import detokenize
 from run import checkpoint, sealed
-from tests.conftest import LONG, ROOT, Result, saved, tree_of
+from tests.conftest import Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
 
@@ -52,78 +50,25 @@ def test_greedy_text_past_the_context_is_the_same_without_a_cache(generate):
     [
         (["--stop", ""], "--stop is empty"),
         (["--no-cache", "--cache-dtype=int8"], "int8"),
-        (["--temperature", "inf"], "must be from 0 to "),
+        (["--temperature", "inf"], "got inf"),
     ],
 )
 def test_invalid_options_are_refused(command, words, said):
     result = command("generate.py", "Ann had", *words)
     (line,) = result.err.splitlines()
-    assert (result.code, result.out) == (2, "") and said in line and ". fix: " in line
+    assert (result.code, result.out) == (2, "") and said in line
 
 
-def test_underscores_in_options_are_read_as_dashes(generate):
-    words = "--max_new_tokens=5 --top_k 1 --num_samples 2 --run drawn"  # runs/drawn
-    expected = generate("Ann had", "--max-new-tokens=5 --top-k 1 --num-samples 2").succeeded()
-    assert generate("Ann had", words).succeeded().out == expected.out
-    # Underscores are kept in values and after --.
-    assert generate("--top_k", "--temperature 0 --max-new-tokens 2 --stop a_b --").code == 0
-
-
-# Options of other programs and misspelled options, with the first suggested fix.
-OPTIONS = {
-    "--temp 0.5": "--temperature 0.5",
-    "--max_tokens=5": "--max-new-tokens 5",
-    "--length 5": "--max-new-tokens 5",
-    "--prompt Once": "pass the prompt without an option: Once",
-    "--start=Once": "pass the prompt without an option: Once",
-    "--ckpt runs/drawn": "--run runs/drawn",
-    "--checkpoint runs/drawn": "--run runs/drawn",
-    "--model runs/drawn": "--run runs/drawn",
-    "--ckpt runs/drawn/ckpt.pt": "--run runs/drawn",
-    "--ckpt=runs/drawn/ckpt.pt": "--run runs/drawn",
-    "--checkpoint runs/drawn/checkpoints": "--run runs/drawn",
-    "--checkpoint drawn/checkpoints/step-00000001/model.safetensors": "--run "
-    "runs/drawn/checkpoints/step-00000001",
-    "--greedy": "--temperature 0",
-    "--do_sample": "leave it out: python generate.py always does this",
-    "--do_sample=false": "--temperature 0",
-    "--do-sample False": "--temperature 0",
-    "--no-sample": "--temperature 0",
-    "--use_cache=False": "--no-cache",
-    "--stream": "leave it out: python generate.py always does this",
-    "--cpu": "--device cpu",
-    "--load_in_8bit": "--dtype int8",
-    "runs/drawn": "--run runs/drawn",
-    "--tempreature 1": "--temperature 1",
-    "--no_cach": "--no-cache",
-    "max_new_tokens=5": "--max-new-tokens 5",
-    "--zyzzyva": "python generate.py --help",
-}
-
-
-@pytest.mark.parametrize("typed", OPTIONS)
-def test_the_error_for_an_unknown_option_suggests_the_right_option(command, drawn_run, typed):
+@pytest.mark.parametrize("typed", ["--tempreature 1", "--no-cach", "--zyzzyva", "--prompt x"])
+def test_an_unknown_option_is_refused_by_name(command, drawn_run, typed):
     result = command("generate.py", "Ann had", *typed.split())
     (line,) = result.err.splitlines()
-    problem, _, fix = line.partition(". fix: ")
-    assert (result.code, fix.partition(";")[0]) == (2, OPTIONS[typed])
-    assert problem.startswith(f"error: unrecognized arguments: {typed.split()[0]}")
-    if fix.startswith("--"):
-        words = ["--max-new-tokens", "2", *shlex.split(fix.partition(";")[0])]
-        command("generate.py", "Ann had", *words).succeeded()
+    assert result.code == 2 and typed.split()[0] in line
 
 
-def test_a_flag_with_a_value_is_refused(command):
-    for value, fix in (("true", "--no-cache"), ("false", "leave --no-cache out")):
-        result = command("generate.py", "Ann had", f"--no-cache={value}")
-        assert result.code == 2 and result.err.endswith(f". fix: {fix}\n")
-
-
-def test_a_run_path_is_refused_as_a_prompt(command, drawn_run):
-    result = command("generate.py", str(drawn_run))
-    assert result.code == 2 and result.err.endswith(". fix: --run runs/drawn PROMPT\n")
-    # The name of a run is a valid prompt.
-    command("generate.py", "drawn", "--max-new-tokens", "2").succeeded()
+def test_a_mistyped_option_is_followed_by_the_right_one(command, drawn_run):
+    result = command("generate.py", "Ann had", "--tempreature", "1")
+    assert result.code == 2 and result.err.endswith("fix: --temperature\n")
 
 
 # Paths that are not a run, with the suggested run.
@@ -371,10 +316,3 @@ def test_the_error_suggests_the_path_of_a_renamed_checkpoint(generate, drawn_run
     result = generate("Ann had", f"--run={drawn_run}")
     assert result.code == 2 and result.err.endswith(f"fix: --run {best}\n")
     generate("Ann had", f"--run={best}").succeeded()
-
-
-def test_closing_the_output_pipe_is_not_an_error(drawn_run):
-    words = f"{sys.executable} {ROOT / 'generate.py'} Ann --max-new-tokens 100 | head -c 10"
-    how = {"capture_output": True, "timeout": LONG}
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", words], **how)
-    assert done.returncode == 0 and len(done.stdout) == 10 and b"Traceback" not in done.stderr

@@ -51,18 +51,11 @@ def test_hostile_targets_are_refused(target):
         instantiate({"_target_": target})
 
 
-def test_the_error_for_a_missing_variant_names_its_file():
-    with pytest.raises(ValueError, match=r"fix: create model/attention/mine.py, which defines M"):
-        instantiate({"_target_": "model.attention.mine.Mine"})
-    with pytest.raises(ValueError, match=r"fix: define Mine in model/attention/softmax.py, or"):
-        instantiate({"_target_": "model.attention.softmax.Mine"})
-
-
 @pytest.mark.parametrize("change", [{"colour": 3}, {"dim": 8}, {"kv_heads": None}])
 def test_unknown_and_missing_knobs_are_refused(change):
     tree = tree_of("gqa")["attention"] | change
     tree = {key: value for key, value in tree.items() if value is not None or key == "window"}
-    with pytest.raises(TypeError, match="SoftmaxAttention"):
+    with pytest.raises(ValueError, match="SoftmaxAttention"):
         instantiate(tree)(SPEC)
 
 
@@ -109,8 +102,8 @@ def test_an_option_without_a_type_annotation_is_refused():
     def attention(spec, *, buckets):
         return buckets
 
-    with pytest.raises(TypeError, match="attention has no type annotation for buckets"):
-        instantiation.check_arguments(attention, {"buckets": 4}, "model.attention")
+    with pytest.raises(ValueError, match=r"no type annotation for buckets"):
+        instantiation.check_arguments(attention, {"buckets": 4}, "model.attention", is_partial=True)
 
 
 def test_an_attention_class_with_missing_methods_is_refused():

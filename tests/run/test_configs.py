@@ -1,22 +1,27 @@
 """A yaml lists every knob of its class. Code has no defaults, so saved configs are complete."""
 
+import inspect
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
 
-from run import folder, options
+from model.rope import LinearScaling, Llama3, YaRN
+from run import folder
+from run.compose import compose
 from run.distributed import DistEnv
 from run.instantiate import instantiate, parameters_of, resolve_target
-from run.settings import Settings, choices, compose
+from run.settings import COPIES, Settings, flatten
 from tests.conftest import CONFIGS, ROOT, VARIANTS, settings_of
+from training.rates import Reference
 
 TARGETS = [
     path
@@ -31,21 +36,37 @@ GROUPS = ("data", "optimizer", "schedule", "experiment")
 def test_yaml_keys_match_the_constructor_arguments(path):
     tree = getattr(settings_of(f"{path.parent.name}={path.stem}"), path.parent.name)
     found = resolve_target(tree["_target_"], tree["_target_"].partition(".")[0])
-    assert set(tree) - {"_target_", "_partial_"} == {
-        p.name for p in parameters_of(found) if p.kind is p.KEYWORD_ONLY
-    }
+    options = [p for p in parameters_of(found) if p.kind is p.KEYWORD_ONLY]
+    assert set(tree) - {"_target_", "_partial_"} == {p.name for p in options}
+    check_ranges(options)
+
+
+@pytest.mark.parametrize("found", [Reference, LinearScaling, Llama3, YaRN])
+def test_numbers_of_nested_parts_have_ranges(found):
+    check_ranges(parameters_of(found))
+
+
+def check_ranges(options: list[inspect.Parameter]) -> None:
+    """Check that each number has a range, so that -1 is accepted only where it is meant."""
+    for option in options:
+        assert not has_bare_number(option.annotation), option
+
+
+def has_bare_number(annotation: object) -> bool:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated and parts[0] in (int, float):
+        return False
+    return annotation in (int, float) or any(map(has_bare_number, parts))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_attention_preset_lists_every_knob(variant):
     tree = settings_of(f"attention={variant}").model["attention"]
     for kind in tree.get("kinds", {"": tree}).values():
-        knobs = {
-            p.name
-            for p in parameters_of(resolve_target(kind["_target_"], "model"))
-            if p.kind is p.KEYWORD_ONLY
-        }
-        assert set(kind) - {"_target_", "_partial_"} == knobs
+        found = resolve_target(kind["_target_"], "model")
+        knobs = [p for p in parameters_of(found) if p.kind is p.KEYWORD_ONLY]
+        assert set(kind) - {"_target_", "_partial_"} == {p.name for p in knobs}
+        check_ranges(knobs)
 
 
 def leaves(tree: dict, path: str = "") -> dict:
@@ -124,22 +145,35 @@ def test_the_error_for_an_indivisible_batch_suggests_the_nearest_size(tokens, mi
     compose([*words, fix]).check_combinations(world)  # the proposed fix works
 
 
-def test_train_help_lists_every_key_and_choice_and_its_examples_work(command):
-    result = command("train.py", "--help")
-    assert result.code == 0
-    for key in Settings.model_fields:
-        if choices(key):
-            continue
-        assert re.search(rf"^  {key}=\S+  \(.+\)\n      \S", result.out, re.MULTILINE), key
+def test_every_key_that_is_a_copy_of_another_key_cannot_be_set():
+    for file in [*CONFIGS.glob("model/*.yaml"), *CONFIGS.glob("data/*.yaml")]:
+        tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        for key, value in flatten(tree):
+            if re.fullmatch(r"\$\{[\w.]+\}", str(value)):
+                assert COPIES[f"{file.parent.name}.{key}"] == value[2:-1], (file, key)
+
+
+def test_help_shows_every_key_with_a_comment_and_every_preset(command):
+    result = command("train.py", "--help").succeeded()
+    lines = result.out.splitlines()
+    for key in Settings.model_fields.keys() - {"model", "data", "optimizer", "schedule", "name"}:
+        (at,) = [number for number, line in enumerate(lines) if line.startswith(f"{key}: ")]
+        assert "  # " in lines[at] or lines[at - 1].startswith("# "), key
     for file in CONFIGS.glob("*/*.yaml"):
-        group = re.search(
-            rf"^  {file.parent.name}=\S+\n((?:      .*\n)+)", result.out, re.MULTILINE
-        )
-        _, _, names = group[1].partition(":")
-        assert file.stem in re.split(r"[,\s]+", names), file
-    assert max(map(len, result.out.splitlines())) <= 80
-    examples = re.findall("^  .*train.py (.*)", result.out, re.MULTILINE)
+        (listed,) = [line for line in lines if line.startswith(f"{file.parent.name}=")]
+        assert file.stem in re.split(r"[= |]+", listed), file
+    examples = re.findall("^#   .*train.py (.*)", result.out, re.MULTILINE)
     assert len(examples) == 4 and all(compose(line.split()) for line in examples)
+
+
+def test_help_with_a_preset_shows_its_file_and_the_whole_config(command):
+    words = ("model=tiny", "attention=kda", "context=64", "optimizer.lr=0.5")
+    result = command("train.py", *words, "-h").succeeded()
+    for name in ("kda", "gdn", "mla"):  # the preset, and those that it extends
+        assert (CONFIGS / "attention" / f"{name}.yaml").read_text(encoding="utf-8") in result.out
+    *_, whole = result.out.partition("# The whole config\n")
+    assert yaml.safe_load(whole) == compose([*words]).model_dump()
+    assert not Path("runs").exists()
 
 
 def test_every_preset_starts_with_a_one_line_description():
@@ -148,53 +182,13 @@ def test_every_preset_starts_with_a_one_line_description():
         assert re.match(r"# \S.{,97}$", lines[0]), file
 
 
-@pytest.mark.parametrize("option", ["--cfg job", "-c job", "--cfg=job --resolve"])
-def test_cfg_job_prints_the_composed_config(command, option):
-    words = ("model=tiny", "context=64", "attention=mqa", "optimizer.lr=0.5", "data.vocab_size=999")
-    result = command("train.py", *option.split(), *words).succeeded()
-    config = yaml.safe_load(result.out)
-    assert (config["context"], config["optimizer"]["lr"]) == (64, 0.5)
-    assert (config["model"]["dim"], config["model"]["attention"]["kv_heads"]) == (64, 1)
-    # Interpolations are resolved.
-    assert (config["model"]["context"], config["model"]["vocab_size"]) == (64, 999)
-    assert config.keys() == Settings.model_fields.keys() and result.err == ""
-    assert not Path("runs").exists()
-
-
-PRESETS = ("model=tiny", "attention=shared_kv", "ffn=gelu", "optimizer=adamw", "schedule=cosine")
-
-
-@pytest.mark.parametrize("choice", [*PRESETS, "attention=kda"])
-def test_help_lists_the_keys_of_a_preset_as_overrides(choice):
-    lines = list(options.preset_help([choice]))
-    words = [line.split("  ")[1] for line in lines if line.startswith("  ")]
-    assert compose([choice, *words]) == compose([choice])
-
-
-def test_help_shows_the_keys_of_selected_groups(command):
-    general = command("train.py", "--help").succeeded().out
-    result = command("train.py", "attention=kda", "optimizer.lr=0.5", "--help").succeeded()
-    assert result.out.startswith(general.rstrip())
-    keys = result.out.removeprefix(general.rstrip())
-    # Keys and comments of gdn.yaml, kda.yaml, mla.yaml and muon.yaml.
-    assert "  attention.kinds.recurrent.decay=channel  head: a decay per head; channel: a" in keys
-    assert "  attention.kinds.full.rope_base=null  base of the RoPE frequencies; null: no" in keys
-    assert "  optimizer.lr=0.5  peak learning rate, at the reference" in keys
-    assert "  optimizer.reference.head=0.23  rate of the head, as a multiple of lr\n" in keys
-    assert "schedule." not in keys
-    # Keys that a preset inherits from another class.
-    dsa = command("train.py", "attention=dsa", "-h").succeeded().out
-    assert "  attention.topk=256  keys that a query attends to\n" in dsa
-    assert "  attention.qk_norm=before_rope  null, before_rope (with a weight)" in dsa
-
-
 def test_configs_can_be_composed_in_a_notebook_from_any_folder(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import hydra
 hydra.initialize(None, version_base="1.3")  # another library's
-from run.settings import compose
+from run.compose import compose
 first = compose(["model=tiny"])
 second = compose(["attention=mla", "optimizer.lr=0.5"])
 assert type(first.model) is dict and first.model["depth"] == 2

@@ -1,6 +1,5 @@
 """The selection of the device, and the precision of fp32 products."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run import compilation, distributed, errors, hardware, progress
+from run import compilation, distributed, hardware, progress
 from tests.conftest import ROOT, TINY
 
 
@@ -113,25 +112,6 @@ def test_ranks_on_mps_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match=r"MPS.*fix: run train.py without torchrun"):
         distributed.init_distributed(torch.device("mps"))
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "is_said"), [(0, 0, True), (8, 0, True), (9, 1, False)]
-)
-def test_invalid_input_is_reported_once_per_machine(rank, local_rank, is_said, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    waits = []
-    monkeypatch.setattr(errors, "sleep", waits.append)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit), errors.user_input():
-            raise ValueError("no matching files. fix: check the path")
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert ("error: no matching files" in capsys.readouterr().err) == is_said
-    # The others give the first rank time to print.
-    assert waits == ([] if is_said else [errors.TIME_TO_REPORT])
 
 
 def test_rocm_architectures_are_not_compared(v100, monkeypatch):

@@ -198,7 +198,7 @@ def test_an_export_checks_its_folder_and_uses_the_requested_dtype(command, train
     Path("file").write_text("", encoding="utf-8")
     for where in (str(trained), "file", "file/there"):
         result = command(*words, where)
-        assert result.code == 2 and result.err.count("\n") == result.err.count("fix: ") == 1
+        assert result.code == 2 and result.err.count("\n") == 1 and where in result.err
     assert command(*words, "there", "--dtype", "q8_0").code == 2
     Path("there").mkdir()
     assert command(*words, "there", "--dtype", "bf16").code == 0  # an empty folder is accepted

@@ -408,15 +408,15 @@ DAMAGES = {
     "architecture": (2, change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "architecture is text": (2, change(architectures="LlamaForCausalLM"), "unknown arch"),
     "code": (2, change(auto_map={"AutoModelForCausalLM": "m.M"}), "auto_map"),
-    "size": (2, change(intermediate_size=-128), "intermediate_size must be greater than 0"),
+    "size": (2, change(intermediate_size=-128), "intermediate_size=-128"),
     "large": (3, change(hidden_size=2**40), "the weights do not match the config"),
     "deep": (2, change(num_hidden_layers=10**9), "not a config of"),
     "text": (2, change(hidden_size="64"), "not a config of"),
     "a missing entry": (2, change(num_hidden_layers=None), "not a config of"),
     "layers": (2, change(layer_types=["chunked_attention"] * 2), "not a config of"),
-    "epsilon": (2, change(rms_norm_eps=-1.0), "rms_norm_eps must be at least 0"),
+    "epsilon": (2, change(rms_norm_eps=-1.0), "rms_norm_eps=-1.0"),
     "base": (2, change(rope_parameters={"rope_theta": float("inf")}), "rope_theta"),
-    "activation": (2, change(hidden_act="mish"), "(config.json: hidden_act must be"),
+    "activation": (2, change(hidden_act="mish"), "(config.json: hidden_act=mish"),
     "groups": (2, change(num_key_value_heads=3), "num_key_value_heads=3"),
     "bias": (2, change(mlp_bias=True), "mlp_bias=True"),
     "positions": (2, change(rope_parameters=LONGROPE), "longrope"),
@@ -450,7 +450,7 @@ def test_an_unsupported_model_is_refused_in_one_line(damage, command, there):
     harm(there)
     result = command("tools/import_hf.py", str(there), "--out", "new")
     assert result.code == code and result.err.startswith("error: ") and said in result.err
-    assert result.err.count("\n") == result.err.count("fix: ") == 1, result.err
+    assert result.err.count("\n") == 1, result.err
     assert not result.out and not Path("new").exists()
 
 

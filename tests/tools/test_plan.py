@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from run.settings import compose, flatten
+from run.compose import compose
+from run.settings import flatten
 from tests.conftest import VARIANTS, settings_of
 from tools.compare import plan
 from tools.compare.jobs import Job

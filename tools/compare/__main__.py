@@ -14,34 +14,22 @@ with a command that is still running. A report is written at the end, or by --re
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from run import errors
 from run.cli import Parser, user_path
+from run.compose import compose
 from run.errors import IntegrityError
-from run.paths import is_run, run_path
-from run.settings import compose
-from tools import import_torch
-from tools.compare.sweep import expand_sweep
-
-# torch is imported only in functions, so that --help and errors in overrides print at once.
-if TYPE_CHECKING:
-    from tools.compare.plan import Variant
-    from tools.compare.runs import Run
+from run.paths import run_path
+from tools.compare.measures import measure_checkpoints
+from tools.compare.plan import Variant, plan_variants, train_variants
+from tools.compare.report import write_report
+from tools.compare.runs import RECORDS, Run, read_records
+from tools.compare.tuning import FACTORS
 
 
 def main(args: argparse.Namespace) -> None:
-    with errors.user_input():
-        if args.overrides:
-            expand_sweep(args.overrides)  # raises an error if an override is wrong
-    import_torch()
-    from tools.compare.measures import measure_checkpoints
-    from tools.compare.plan import plan_variants, train_variants
-    from tools.compare.report import write_report
-
     if args.report:
         folders = [run_path(folder) for folder in args.report]
         runs, problems = read_runs(folders)
@@ -65,17 +53,13 @@ def main(args: argparse.Namespace) -> None:
 
 def report_folder(folders: list[Path]) -> Path:
     """Return the report's folder: the comparison's folder if `folders` contains nothing else."""
-    from tools.compare.runs import RECORDS
-
     if len(folders) == 1 and (folders[0] / RECORDS).exists():
         return folders[0]
     return Path("runs/report")
 
 
-def announce(variants: list["Variant"], has_search: bool) -> None:
+def announce(variants: list[Variant], has_search: bool) -> None:
     """Print the number of runs, and their duration if it is known."""
-    from tools.compare.tuning import FACTORS
-
     count = sum(len(variant.seeds) for variant in variants)
     text = f"{count} run{'s' * (count != 1)} in {variants[0].folder}/"
     if has_search:
@@ -88,13 +72,11 @@ def announce(variants: list["Variant"], has_search: bool) -> None:
     print(text, file=sys.stderr)
 
 
-def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
+def read_runs(folders: list[Path]) -> tuple[list[Run], dict[str, str]]:
     """Read finished runs from their folders, or from the records of comparisons.
 
     Also returns, by folder name, the reason why each of the other runs was left out.
     """
-    from tools.compare.runs import Run, read_records
-
     runs = []
     problems = {}
     for folder in folders:
@@ -117,12 +99,7 @@ def read_runs(folders: list[Path]) -> tuple[list["Run"], dict[str, str]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        "python -m tools.compare",
-        __doc__,
-        "overrides are written without dashes: attention=gqa,mha",
-        check=expand_sweep,
-    )
+    parser = Parser("python -m tools.compare", __doc__)
     add = parser.add_argument
     add(
         "overrides",
@@ -165,11 +142,6 @@ def parse_arguments() -> argparse.Namespace:
         help="do not measure the loss at longer contexts and the decoding speed for the report",
     )
     args = parser.parse_intermixed_args()
-    folders = [word for word in args.overrides if "=" not in word]
-    if folders and is_run(folders[0]):
-        parser.error(
-            f"expected overrides, got a run ({folders[0]})", shlex.join(["--report", *folders])
-        )
     if bool(args.overrides) == bool(args.report):
         parser.error("pass either overrides to train with, or --report RUN...")
     return args

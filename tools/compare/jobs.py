@@ -13,8 +13,8 @@ from typing import IO
 import torch
 
 from run import ROOT, errors
+from run.compose import compose
 from run.progress import say, waiting, warn_once
-from run.settings import compose
 from run.signals import Signals
 from tools.compare.runs import Run, command, commit, read_records
 

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from model.build import build_model
 from model.transformer import Transformer
-from run.settings import compose
+from run.compose import compose
 from tools.compare.jobs import Job, train_all
 from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses

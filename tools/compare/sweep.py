@@ -1,30 +1,13 @@
-"""Expand the overrides of a comparison into its variants. This module does not import torch."""
+"""Expand the overrides of a comparison into its variants."""
 
 import re
 from itertools import product
-from typing import TYPE_CHECKING
 
-from run.errors import OverrideError
-from run.settings import (
-    GROUPS,
-    as_text,
-    check_choices,
-    compose,
-    is_one_number,
-    nearest_choices,
-    parse_overrides,
-    sweep_of,
-)
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+from run.compose import GROUPS, check_choice, compose, parse_overrides
 
 Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) of each key, one per value
 Variants = dict[str, list[str]]  # the overrides of each variant, by its name; the baseline first
-OWN_KEYS = {  # keys that a comparison sets in each run -> what to type instead
-    "run_dir": "--dir FOLDER",
-    "resume": "run the same command again, which resumes interrupted runs",
-}
+OWN_KEYS = ("run_dir", "resume")  # keys that a comparison sets in each run
 
 
 def expand_sweep(overrides: list[str]) -> Sweep:
@@ -34,41 +17,17 @@ def expand_sweep(overrides: list[str]) -> Sweep:
     value that train.py does not accept.
     """
     sweep = {}
-    # Runs on different texts cannot be compared, so a comma in data.path is part of the path.
-    typed = [word.lstrip("+") for word in overrides]
-    parsed = [as_text(word) if word.startswith("data.path=") else word for word in typed]
-    for word, override in zip(typed, parse_overrides(parsed), strict=True):
-        key = override.get_key_element()
-        check_sweep(override)
-        sweep[key] = [word]
+    for word, override in zip(overrides, parse_overrides(overrides), strict=True):
+        key = override.key_or_group
+        if key in OWN_KEYS:
+            raise ValueError(f"a comparison sets this key itself ({word})")
+        sweep[key] = [word.lstrip("+")]
         if override.is_discrete_sweep():
             sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-
-    for key, words in sweep.items():
-        if key in OWN_KEYS:
-            raise ValueError(
-                f"this key cannot be set in a comparison ({words[0]}). fix: {OWN_KEYS[key]}"
-            )
-        if key in GROUPS:
-            check_choices(key, [word.partition("=")[2] for word in words])
-    compose([words[0] for key, words in sweep.items() if key != "seed"], typed)
+        for each in sweep[key]:
+            check_choice(each)
+    compose([words[0] for key, words in sweep.items() if key != "seed"])
     return sweep
-
-
-def check_sweep(override: "Override") -> None:
-    """Raise OverrideError for a list in place of several values, and for commas in a number."""
-    word = override.input_line
-    key, _, value = word.partition("=")
-    sweep = sweep_of(override)
-    if is_one_number(value):
-        fix = f"{key}={value.replace(',', '')}"
-        raise OverrideError(f"numbers must not contain commas (got {word}). fix: {fix}")
-    if sweep is not None and sweep != word:
-        names = sweep.partition("=")[2].split(",")
-        if key in GROUPS:
-            names = nearest_choices(key, names)
-        fix = f"{key}={','.join(names)}"
-        raise OverrideError(f"write several values without brackets (got {word}). fix: {fix}")
 
 
 def name_variants(sweep: Sweep) -> Variants:

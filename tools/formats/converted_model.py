@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from model.build import build_model
 from model.transformer import Transformer
 from run import checkpoint
-from run.settings import CONFIGS, as_typed, compose, flatten, parse_overrides
+from run.compose import CONFIGS, compose, parse_overrides
+from run.settings import as_typed, flatten
 from tools.formats.attention_conversion import convert_layer
 from tools.formats.layer_change import Change, Layers, Weights
 from tools.formats.layer_knobs import attention_kinds, attention_knobs

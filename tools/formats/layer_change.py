@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import Attention
-from run.errors import as_typed
+from run.settings import as_typed
 
 Weights = dict[str, Tensor]  # by their names in the module of a layer's attention
 

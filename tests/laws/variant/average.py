@@ -10,12 +10,13 @@ from model.attention.base import Attention, CrossLayer, LayerSpec
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import Linear, fp32
+from run.ranges import NonNegativeFloat
 
 
 class RunningAverage(Attention):
     """`offset` is the state before the first token."""
 
-    def __init__(self, spec: LayerSpec, *, offset: float):
+    def __init__(self, spec: LayerSpec, *, offset: NonNegativeFloat):
         super().__init__()
         dim = spec.dim
         self.dim = dim

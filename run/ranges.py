@@ -1,0 +1,17 @@
+"""Types of options with their ranges, which run/instantiate.py and run/settings.py check.
+
+Four of them are those of pydantic, which model/ and data/ do not import.
+"""
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+PositiveInt = Annotated[int, Gt(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]  # such as a dropout rate
+AboveOne = Annotated[float, Gt(1)]  # such as the base of the RoPE frequencies
+AtLeastTwo = Annotated[int, Ge(2)]
