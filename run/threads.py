@@ -3,7 +3,7 @@
 Threads that share a matrix product wait at its end for the slowest thread. They spin while they
 wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores,
 because the slowest thread has lost its core, often to a spinning thread. Threads therefore spin
-only briefly, and a process that starts on a busy machine, or under a quota, uses fewer threads.
+only briefly. Under a quota, a process uses no more threads than the quota allows cores.
 """
 
 import os
@@ -15,8 +15,6 @@ from typing import NamedTuple
 # Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
 # milliseconds for Intel's and LLVM's libraries, whose default is 200.
 SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-FEW_CORES = 0.5  # cores used by other processes; at a lower load, all threads are used
-BURST_SECONDS = 2.0  # a load that ends earlier does not count
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")  # ticks are the unit of /proc/stat
 IDLE_FIELDS = (3, 4)  # fields of a line in /proc/stat: idle, and waiting for a disk
 GUEST_FIELDS = slice(8, None)  # already included in the user's time
@@ -62,9 +60,6 @@ def cpu_time() -> CpuTime:
                 del ticks[GUEST_FIELDS]
                 busy += sum(ticks) - sum(ticks[field] for field in IDLE_FIELDS)
     return CpuTime(time.monotonic(), busy / TICKS_PER_SECOND, own)
-
-
-STARTED = cpu_time()
 
 
 def other_load(start: CpuTime) -> float:
@@ -116,38 +111,6 @@ def group_quotas(root: Path, group: str) -> list[float]:
 
 
 @cache
-def lasting_load() -> float:
-    """Return the average number of cores that other processes have used since this process started.
-
-    A high load may be brief, so it is measured again, over BURST_SECONDS; the lower value counts.
-    """
-    load = other_load(STARTED)
-    if load >= FEW_CORES:
-        start = cpu_time()
-        time.sleep(BURST_SECONDS)
-        load = min(load, other_load(start))
-    return load
-
-
-def free_threads(threads: int) -> tuple[int, str]:
-    """Return how many of the `threads` are worth using, and the reason ("" if all are used).
-
-    Under load from other processes, at least half are used, because processes share cores equally.
-    """
-    num_cores = len(cores())
-    quota = cpu_quota()
-    if quota is not None and quota < threads:
-        threads = max(1, int(quota))
-        return threads, f"a quota of {quota:.1f} cores"
-    load = lasting_load()
-    if load >= FEW_CORES:
-        free = round(max(num_cores - load, threads / 2))
-        if free < threads:
-            return max(1, free), f"other programs use {load:.1f} of {num_cores} cores"
-    return threads, ""
-
-
-@cache
 def default_threads() -> int:
     """Return the number of threads that torch used at the first call."""
     import torch  # after `bound_spinning`
@@ -156,25 +119,25 @@ def default_threads() -> int:
 
 
 def choose_threads(kept: int | None = None) -> str:
-    """Set the number of torch's threads. Return the reason if it changes.
+    """Set the number of torch's threads. Return a line about it if it is not torch's own number.
 
-    `kept` is the number of threads of a resumed run, which determines how sums are rounded.
-    Otherwise, the load of the machine determines the number; later calls choose the same number.
-    OMP_NUM_THREADS, which torchrun also sets, takes precedence.
+    It is torch's own number or, in a resumed run, the number `kept`, which determines how sums are
+    rounded; but at most the cores and the quota of this process. OMP_NUM_THREADS, which torchrun
+    also sets, takes precedence.
     """
     import torch  # after `bound_spinning`
 
     if "OMP_NUM_THREADS" in os.environ:
         return ""
-    available = default_threads()
-    if kept is None:
-        threads, reason = free_threads(available)
-        fix = f"OMP_NUM_THREADS={available} uses all"
-    else:
-        threads = min(kept, len(cores()), max(1, int(cpu_quota() or kept)))
-        reason = "as at the start of the run"
-        fix = "OMP_NUM_THREADS=N changes it"
-    if not reason or threads == torch.get_num_threads():
-        return ""
+    own = default_threads()
+    most = len(cores())
+    reason = "as at the start of the run"
+    quota = cpu_quota()
+    if quota is not None and quota < (kept or own):
+        most = max(1, int(quota))
+        reason = f"a quota of {quota:.1f} cores"
+    threads = min(kept or own, most)
     torch.set_num_threads(threads)
-    return f"computing with {threads} thread{'s' * (threads > 1)} ({reason}; {fix})"
+    if threads == own:
+        return ""
+    return f"computing with {threads} of {own} threads ({reason}; OMP_NUM_THREADS=N changes it)"

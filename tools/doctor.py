@@ -5,8 +5,6 @@
 It takes no arguments. Each finding is one line with a fix.
 """
 
-import os
-
 import torch
 from torch.utils import collect_env
 
@@ -61,19 +59,6 @@ def slow(device: torch.device) -> list[str]:
             f"a quota allows {quota:.1f} of {num_cores} cores. fix: raise the quota (docker run "
             "--cpus=N, resources.limits.cpu)"
         )
-    load = threads.lasting_load()
-    if load >= threads.FEW_CORES:
-        problem = f"other programs use {load:.1f} of {num_cores} cores"
-        fix = "stop them or wait"
-        if "OMP_NUM_THREADS" not in os.environ:
-            available = torch.get_num_threads()
-            num_threads, _ = threads.free_threads(available)
-            # Under a quota, `free_threads` does not consider the load.
-            if num_threads < available and (quota is None or quota >= available):
-                threads_text = f"{num_threads} thread{'s' * (num_threads != 1)}"
-                problem += f", so train.py would use {threads_text}"
-                fix += f"; OMP_NUM_THREADS={available} uses all of them anyway"
-        findings.append(f"{problem}. fix: {fix}")
     driver = nvidia_driver()
     missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
     if missing is not None:

@@ -10,7 +10,6 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from run.errors import without_fix
-from run.threads import FEW_CORES
 from tools.compare.answer import Answer, answer_accuracies, answer_losses, describe_power
 from tools.compare.comparison import Comparison, judge_measure, sort_runs
 from tools.compare.ladder import add_ladder
@@ -22,6 +21,7 @@ from tools.compare.tuning import Losses, find_optimum
 
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
+FEW_CORES = 0.5  # cores used by other programs; a smaller difference of load does not count
 MAX_SPREAD = 1.2  # largest ratio of speeds between a variant's seeds at which speeds are comparable
 MAX_NAME = 16  # maximum number of characters of the baseline's name in a title
 VERDICTS = """
