@@ -19,7 +19,7 @@ from run.signals import Signals
 from training import setup
 from training.clock import Clock
 from training.logger import PICTURE
-from training.profiling import StepProfiler
+from training.profiling import start_profiler
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
 
@@ -81,8 +81,9 @@ def train(run: setup.Run) -> int:
             run.log.plot()
         return 0
 
-    num_profiled = settings.profile if run.ranks.is_main else None
-    profiler = StepProfiler(num_profiled, run.run_dir, run.ranks.device, run.clock)
+    profiler = None
+    if settings.profile is not None and run.ranks.is_main:
+        profiler = start_profiler(settings.profile, run.run_dir, run.ranks.device, run.clock)
 
     # The checkpoint of a step is saved before the step's sample and evaluation, so that a resumed
     # run repeats them if they were interrupted.
@@ -97,7 +98,8 @@ def train(run: setup.Run) -> int:
             break
 
         take_step(run)
-        profiler.step()
+        if profiler is not None:
+            profiler.step()
         if run.budget.fit(progress):
             say(run.trainer.describe_rates(progress.total_steps))
         run.log.advance(progress, run.budget.expected_end(progress))
@@ -105,16 +107,13 @@ def train(run: setup.Run) -> int:
             report(run)
         run.log.mark_resume_point()
 
-    # A signal has asked the run to save a checkpoint and end. The checkpoint comes first, because
-    # writing a trace may take longer than the time that is left.
+    # A signal has asked the run to save a checkpoint and end.
     if run.signals.agreed:
         run.checkpointer.save(progress)
-        profiler.close()
         run.log.close()
         say(f"step {progress.step} is saved. To continue: {folder.resume_command(run.run_dir)}")
         return run.signals.agreed
     run.signals.finish()
-    profiler.close()
     run.log.close()
     run.log.plot()
     say(f'done. Now try: python generate.py --run {shlex.quote(str(run.run_dir))} "PROMPT"')

@@ -4,7 +4,6 @@ import math
 import re
 import sys
 from collections import Counter
-from time import monotonic
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +17,12 @@ from run.distributed import DistEnv
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
 from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
-from train import report, take_step, train
+from train import report, take_step
 from training import evaluation
-from training.clock import Clock
 from training.distillation import Distillation
 from training.evaluation import count_eval_tokens
 from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
-from training.profiling import StepProfiler
 from training.schedules import cosine, wsd
 from training.setup import describe_end, summary
 
@@ -449,20 +446,3 @@ def test_the_number_of_passes_is_described_if_it_is_limited(run_of):
     limits = ("steps=null", "max_minutes=1")
     assert "in at most 3.0 passes over the text" in summary(run_of(*limits, "max_epochs=3"))
     assert "passes over" not in summary(run_of(*limits, "max_epochs=null"))
-
-
-def test_a_signal_saves_the_checkpoint_before_the_trace(run_of, monkeypatch):
-    run = run_of("profile=2", "max_minutes=null", "eval_every=100", "sample_every=100")
-    order = []
-    monkeypatch.setattr(StepProfiler, "close", lambda _: order.append("trace"))
-    monkeypatch.setattr(run.checkpointer, "save", lambda _: order.append("checkpoint"))
-    run.signals.received = 75
-    assert train(run) == 75
-    assert order == ["checkpoint", "trace"]
-
-
-def test_a_trace_may_have_no_device_time(tmp_path, capsys):
-    profiler = StepProfiler(1, tmp_path, torch.device("cuda"), Clock(monotonic()))
-    event = SimpleNamespace(key="gloo", self_device_time_total=0.0, count=1)
-    profiler.write(SimpleNamespace(export_chrome_trace=str, key_averages=lambda: [event]))
-    assert "0.0%       0.00 ms" in capsys.readouterr().err
