@@ -38,7 +38,6 @@ def main(overrides: list[str]) -> None:
             settings = compose(overrides)
             settings, pretrained, device = setup.set_up_run(settings, overrides)
             settings, corpus, loader = setup.load_corpus(settings, pretrained)
-            setup.warn_of_unused_keys(settings, corpus, overrides)
             ranks = distributed.init_distributed(device)
         hardware.prepare_for_training(device)
 

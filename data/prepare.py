@@ -61,10 +61,6 @@ class Source:
         """Return a line about the files read and skipped; None if there is nothing to report."""
         return None
 
-    def unused_keys(self) -> dict[str, str]:
-        """Return the config keys that have no effect on these documents, each with the reason."""
-        return {}
-
     def parts(self) -> Iterator[Part]:
         """Yield the documents, long ones in parts, in a fixed order."""
         return iter(())
@@ -235,14 +231,9 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             is_first = part.is_last
         validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
-        fix = "add documents"
-        holdout = getattr(source, "holdout", 0)  # some sources hold out one document in `holdout`
-        is_used = "data.holdout" not in source.unused_keys()
-        if held_out_bytes == 0 and holdout > 2 and is_used:
-            fix = f"use more text, or a data.holdout below {holdout}"
         raise ValueError(
             f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
-            f"bytes). fix: {fix}"
+            "bytes). fix: add documents, or lower data.holdout"
         )
     if changes:
         say(

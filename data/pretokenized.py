@@ -60,9 +60,6 @@ class Pretokenized(Source):
     def note(self) -> str | None:
         return describe_files(self.path, (".bin",), self.files)
 
-    def unused_keys(self) -> dict[str, str]:
-        return {"data.bos": "the tokenizer defines BOS"} if self.tokenizer else {}
-
     def identity(self) -> str:
         train = content_hash(self.files.train)
         identity = f"{train} {content_hash(self.files.validation)} {self.validation_tokens}"

@@ -12,7 +12,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from data.files import (
-    ROW_SUFFIXES,
     TEXT_SUFFIXES,
     Part,
     Paths,
@@ -184,17 +183,6 @@ class Text(Source):
     def note(self) -> str | None:
         return describe_files(self.path, TEXT_SUFFIXES, self.files)
 
-    def unused_keys(self) -> dict[str, str]:
-        unused = {}
-        suffixes = {file.suffix.lower() for file in (*self.files.train, *self.files.validation)}
-        if self.files.validation:
-            unused["data.holdout"] = "held-out files are chosen by name"
-        if suffixes.isdisjoint(ROW_SUFFIXES):
-            unused["data.text_field"] = f"only {', '.join(ROW_SUFFIXES)} have fields"
-        if suffixes.issubset(ROW_SUFFIXES):
-            unused["data.separator"] = "each row is a document"
-        return unused
-
     def identity(self) -> str:
         return json.dumps(
             [
@@ -283,11 +271,6 @@ class Hub(Source):
     starts: str | None
     tokens: PositiveInt | None
     holdout: AtLeastTwo
-
-    def unused_keys(self) -> dict[str, str]:
-        if self.validation is None:
-            return {}
-        return {"data.holdout": "the dataset has a validation split"}
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:

@@ -179,44 +179,6 @@ def load_corpus(
     return settings, corpus, loader
 
 
-def warn_of_unused_keys(settings: Settings, corpus: Corpus, overrides: list[str]) -> None:
-    """Warn about overrides that have no effect with these settings and this text."""
-    unused = unused_keys(settings, corpus)
-    for word in overrides:
-        key, _, value = word.lstrip("+~").partition("=")
-        if key in unused and value != "null":
-            say(f"warning: {word} has no effect: {unused[key]}")
-
-
-def unused_keys(settings: Settings, corpus: Corpus) -> dict[str, str]:
-    """Return the keys that a run does not use, each with the reason."""
-    source = instantiate(settings.data, "data")
-    unused = source.unused_keys()
-    if source.is_endless:
-        unused["max_epochs"] = "the rows of a task never repeat"
-        unused["document_mask"] = "each row of a task is one document"
-    if settings.steps is not None:
-        unused["max_epochs"] = f"steps={settings.steps} sets the length of the run"
-        unused["tokens_per_parameter"] = unused["max_epochs"]
-    elif settings.tokens_per_parameter is not None:
-        unused["max_epochs"] = f"tokens_per_parameter={settings.tokens_per_parameter:g} is set"
-    vocab_size = corpus.tokenizer.vocab_size
-    if settings.data["vocab_size"] != vocab_size:
-        is_given = source.tokenizer is not None or settings.init_from is not None
-        limit = "the tokenizer has" if is_given else "the text is enough for only"
-        unused["data.vocab_size"] = f"{limit} {vocab_size:,} tokens"
-
-    # Options that another option turns off.
-    if "no_feed_forward" in settings.model["ffn"]["_target_"]:
-        unused["model.hidden"] = "there is no feed-forward"
-    if settings.model["attention"].get("rope_base", 0) is None:
-        unused["attention.rope_fraction"] = "attention.rope_base=null"
-        unused["attention.rope_scaling"] = "attention.rope_base=null"
-    if settings.schedule.get("cooldown") == 0:
-        unused["schedule.floor"] = "schedule.cooldown=0"
-    return unused
-
-
 @contextmanager
 def report_machine_errors(run_dir: Path, is_resumed: bool) -> Iterator[None]:
     """End with exit code 2 and one line if compilation fails or memory runs out."""

@@ -76,7 +76,7 @@ def test_a_row_without_text_is_refused_with_the_fields_that_have_text(repo):
 
 
 def test_the_error_for_too_little_text_names_the_holdout(repo, tmp_path):
-    with pytest.raises(ValueError, match=r"no held-out text .*fix: use more text, or a data.hold"):
+    with pytest.raises(ValueError, match=r"no held-out text .*fix: add documents"):
         prepare(hub(repo, validation=None, holdout=10**9), tmp_path / "cache")
 
 
