@@ -43,7 +43,7 @@ def main(overrides: list[str]) -> None:
 
         # The folder is locked until the run ends.
         with (
-            folder.open_run_dir(settings, ranks, corpus.identity) as run_dir,
+            folder.open_run_dir(settings, ranks) as run_dir,
             setup.report_machine_errors(run_dir, settings.resume),
         ):
             run = setup.build_run(

@@ -1,7 +1,6 @@
 """The folder of a run: how it is chosen, and the lock that excludes other processes."""
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Collection, Iterator
@@ -15,7 +14,6 @@ from run import errors, sealed
 from run.checkpoint import STEPS, load_config
 from run.distributed import DistEnv
 from run.errors import IntegrityError
-from run.paths import run_path
 from run.progress import say, warn_once
 from run.settings import Settings, as_typed, flatten
 
@@ -41,21 +39,17 @@ IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides
 
 
 @contextmanager
-def open_run_dir(
-    settings: Settings, ranks: DistEnv, corpus_identity: dict | None = None
-) -> Iterator[Path]:
+def open_run_dir(settings: Settings, ranks: DistEnv) -> Iterator[Path]:
     """Create and lock the folder of a run on rank 0, and yield it on all ranks.
 
-    The folder is `run_dir`, or else the next free runs/name. With resume=true and no `run_dir`, it
-    is the newest runs/name whose run began with the same `init_from` and can be resumed with these
-    settings on this corpus; if no run qualifies, it is the newest runs/name.
+    The folder is `run_dir`, or else the next free runs/name.
 
     On exit, a new folder is removed if the run has not logged any metrics yet.
 
     Exits with code 2 if the folder is in use or has other files, if it has a run but resume=false,
     or if it does not exist but resume=true. Exits with code 74 if it cannot be created.
     """
-    run, is_new = ranks.on_rank0(choose_run_dir, settings, corpus_identity or {})
+    run, is_new = ranks.on_rank0(choose_run_dir, settings)
     # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
     # which relies on the existence of a file, would remain.
     lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
@@ -71,18 +65,20 @@ def open_run_dir(
 def check_before_text(settings: Settings) -> None:
     """Check a run's folder before preparing the text; report if there is no run to resume.
 
-    Raises ValueError if `run_dir` cannot be used for training.
+    Raises ValueError if `run_dir` cannot be used for training, or is missing with resume=true.
     """
     if settings.run_dir is not None:
         run = Path(os.path.expanduser(settings.run_dir))
         check_run_dir(run, settings.resume)
         if settings.resume and not has_checkpoint(run):
             say(f"nothing to resume: {run} has no checkpoint. Starting a new run there")
-    elif settings.resume and not runs_of(settings.name):
-        say(f"nothing to resume: no {RUNS / settings.name} has a checkpoint. Starting a new run")
+    elif settings.resume:
+        saved = [*RUNS.glob(f"*/checkpoints/{STEPS}")]
+        newest = max(saved, key=os.path.getmtime).parents[1] if saved else RUNS / "NAME"
+        raise ValueError(f"resume=true needs the folder of the run. fix: run_dir={newest}")
 
 
-def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, bool]:
+def choose_run_dir(settings: Settings) -> tuple[Path, bool]:
     """Choose a run's folder, and create it if missing; return the folder and whether it is new."""
     with report_folder_errors():
         if settings.run_dir is not None:
@@ -91,10 +87,6 @@ def choose_run_dir(settings: Settings, corpus_identity: dict) -> tuple[Path, boo
             is_new = not run.exists()
             run.mkdir(parents=True, exist_ok=True)
             return run, is_new
-        if settings.resume:
-            run = find_run_to_resume(settings, corpus_identity)
-            if run is not None:
-                return run, False
         return create_run_dir(settings.name), True
 
 
@@ -138,16 +130,6 @@ def report_folder_errors() -> Iterator[None]:
             )
 
 
-def find_run_to_resume(settings: Settings, corpus_identity: dict) -> Path | None:
-    """Return the newest runs/name that passes is_same_run(), else the newest runs/name, if any."""
-    now = settings.model_dump() | corpus_identity
-    runs = runs_of(settings.name)
-    same_runs = [run for run in runs if is_same_run(run, now)]
-    if same_runs:
-        return same_runs[-1]
-    return runs[-1] if runs else None
-
-
 def add_saved_overrides(overrides: list[str]) -> list[str]:
     """Prepend a run's saved overrides to `overrides`, which include `run_dir=RUN resume=true`.
 
@@ -183,62 +165,6 @@ def resume_command(run: Path) -> str:
     return f"{program} {shlex.quote(f'run_dir={run}')} resume=true"
 
 
-def find_begun_run(settings: Settings, context: int | None) -> Path | None:
-    """Return the run that resume=true continues with its own model; None if no such run exists.
-
-    This is `run_dir`, or the newest runs/name that began with the same `init_from` and has this
-    `context`. Raises ValueError if no context is given and the contexts of such runs differ.
-    """
-    if not settings.resume:
-        return None
-    if settings.run_dir is not None:
-        run = Path(os.path.expanduser(settings.run_dir))
-        return run if has_checkpoint(run) else None
-    begun = []
-    contexts = set()
-    for run in runs_of(settings.name):
-        with suppress(IntegrityError):
-            config = newest_config(run)
-            is_wanted = context is None or config["context"] == context
-            if is_wanted and has_same_origin(config, settings.init_from):
-                begun.append(run)
-                contexts.add(config["context"])
-    if len(contexts) > 1:
-        names = " ".join(str(run) for run in begun)
-        raise ValueError(
-            f"several runs were started from init_from={settings.init_from} ({names}). fix: "
-            f"run_dir={begun[0]}"
-        )
-    return begun[-1] if begun else None
-
-
-def has_same_origin(config: dict, init_from: str | None) -> bool:
-    """Return whether a run began with the weights of `init_from`, however the path is spelled."""
-    then = config.get("init_from")
-    if then is None or init_from is None:
-        return then == init_from
-    paths = {os.path.abspath(run_path(os.path.expanduser(path))) for path in (then, init_from)}
-    return len(paths) == 1
-
-
-def runs_of(name: str) -> list[Path]:
-    """List the folders runs/name, runs/name-2 and so on that have a checkpoint, newest last.
-
-    A folder runs/name-2 is left out if its run was given another name, such as name-2.
-    """
-    pattern = re.compile(rf"{re.escape(name)}(-\d+)?")
-    runs = []
-    for run in RUNS.glob("*"):
-        if pattern.fullmatch(run.name) and has_checkpoint(run):
-            given_name = name
-            with suppress(IntegrityError):  # reported when the run is restored
-                given_name = newest_config(run).get("name", name)
-            if run.name == name or given_name == name:
-                runs.append(run)
-    # Sort by length first, since a number with more digits is greater.
-    return sorted(runs, key=lambda run: (len(run.name), run.name))
-
-
 def check_run_dir(run: Path, resume: bool) -> None:
     """Raise ValueError if a folder has other files, or if it has a run and `resume` is false.
 
@@ -259,15 +185,6 @@ def check_run_dir(run: Path, resume: bool) -> None:
             f"the folder already contains a run (run_dir={run}). fix: resume=true, or choose a "
             "different run_dir"
         )
-
-
-def is_same_run(run: Path, now: dict) -> bool:
-    """Return whether a run began with the `init_from` of `now`, and can be resumed with `now`."""
-    with suppress(IntegrityError):
-        then = newest_config(run)
-        _, refused = changes_since(then, now)
-        return not refused and has_same_origin(then, now["init_from"])
-    return False
 
 
 def newest_config(run: Path) -> dict:

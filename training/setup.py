@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,18 +97,14 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         data = settings.name.partition("-")[0]
         name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
         settings = settings.model_copy(update={"name": name})
-    # The model keeps its shape, but it may be trained on shorter or longer sequences.
-    context = settings.context
-    if "context" not in keys:
-        context = None
-        with suppress(ValueError):  # a resumed run no longer needs `init_from`
-            path = checkpoint.find_model(source, "init_from=")
-            context = checkpoint.load_model_config(path)["context"]
-    begun = folder.find_begun_run(settings, context)
-    pretrained = checkpoint.find_model(begun or source, "init_from=")
+    # A resumed run no longer needs `init_from`.
+    if settings.resume and settings.run_dir is not None:
+        run = Path(os.path.expanduser(settings.run_dir))
+        source = run if folder.has_checkpoint(run) else source
+    pretrained = checkpoint.find_model(source, "init_from=")
     model = checkpoint.load_model_config(pretrained)
-    if context is None:
-        context = model["context"]
+    # The model keeps its shape, but it may be trained on shorter or longer sequences.
+    context = settings.context if "context" in keys else model["context"]
     changes = {"context": context, "model": model | {"context": context}}
     if "context" in settings.data:  # a task's rows have this length
         changes["data"] = settings.data | {"context": context}

@@ -175,9 +175,10 @@ def test_a_task_run_can_be_trained_resumed_and_evaluated(command):
     # The loss is averaged over answers, so it starts near the loss of random guessing.
     first = next(line for line in lines if "train_loss" in line)
     assert 4 < first["train_loss"] < 6
-    resumed = command("train.py", *words, "steps=6", "resume=true")
+    again = (*words, "run_dir=runs/r", "resume=true")
+    resumed = command("train.py", *again, "steps=6")
     assert resumed.code == 0 and "resuming step 4" in resumed.err
-    changed = command("train.py", *words, "steps=8", "data.power=0.5", "resume=true")
+    changed = command("train.py", *again, "steps=8", "data.power=0.5")
     assert changed.code == 2
 
 

@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from unittest import mock
 
@@ -296,7 +297,9 @@ def test_commands_run_on_a_gpu(gpu, command, story):
     )
     result = command("train.py", *options, "steps=1").succeeded()
     assert "1 x cuda, torch.bfloat16" in result.err
-    result = command("train.py", *options, "steps=2", "resume=true").succeeded()
+    (run,) = Path("runs").iterdir()
+    again = (*options, "steps=2", f"run_dir={run}", "resume=true")
+    result = command("train.py", *again).succeeded()
     assert "resuming step 1" in result.err
 
     new_tokens = ("--device", "cuda", "--max-new-tokens", "3")

@@ -1,9 +1,7 @@
 """A yaml lists every knob of its class. Code has no defaults, so saved configs are complete."""
 
 import inspect
-import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,29 +216,11 @@ def test_a_run_folder_stays_locked_until_the_run_ends(tmp_path, monkeypatch, cap
         assert run == Path("a")
 
 
-def test_run_folders_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
+def test_run_folders_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fresh, again = [settings_of("name=a", f"resume={resume}") for resume in ("false", "true")]
-
-    def claimed(settings: Settings) -> str:
-        with folder.open_run_dir(settings, DistEnv(0, 1, torch.device("cpu"))) as run:
+    names = []
+    for _ in range(3):
+        with folder.open_run_dir(settings_of("name=a"), DistEnv(0, 1, torch.device("cpu"))) as run:
             (run / "samples.png").touch()  # an empty folder would be removed
-            return str(run)
-
-    assert [claimed(fresh) for _ in range(3)] == ["runs/a", "runs/a-2", "runs/a-3"]
-    # The name of a-4 is a-4, so it is not the fourth run with the name a.
-    for name, seed in (("a", 0), ("a-2", 0), ("a-3", 1), ("a-b", 0), ("a-4", 0)):
-        step = tmp_path / f"runs/{name}/checkpoints/step-00000001"
-        step.mkdir(parents=True)
-        config = again.model_dump() | {"seed": seed, "text": ""}
-        if name == "a-4":
-            config["name"] = name
-        (step / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    # The newest run with the same settings, or else the newest run.
-    assert claimed(again) == "runs/a-2"
-    assert claimed(settings_of("name=a", "resume=true", "seed=2")) == "runs/a-3"
-    # A run without a checkpoint is not resumed.
-    shutil.rmtree("runs/a-2")
-    shutil.rmtree("runs/a-3/checkpoints")
-    assert claimed(again) == "runs/a"
-    assert claimed(fresh) == "runs/a-2"
+            names.append(str(run))
+    assert names == ["runs/a", "runs/a-2", "runs/a-3"]

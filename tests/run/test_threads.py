@@ -46,7 +46,7 @@ def test_threads_spin_briefly_unless_the_user_sets_it(monkeypatch):
         inherited = {key: os.environ[key] for key in os.environ.keys() - threads.SPIN.keys()}
         words = [sys.executable, "-c", code]
         environment = inherited | environment
-        return subprocess.check_output(words, cwd=ROOT, env=environment, text=True).split()
+        return subprocess.check_output(words, cwd=ROOT, env=environment, encoding="utf-8").split()
 
     assert spinning() == [*threads.SPIN.values()]
     assert spinning(GOMP_SPINCOUNT="7")[0] == "7"

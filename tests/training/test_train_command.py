@@ -75,9 +75,10 @@ def test_a_rising_held_out_loss_is_reported(tmp_path, capfd, losses, is_told):
 def test_a_training_command_can_be_repeated_and_resumed(command, trained):
     checkpoints = Path("runs/text-tiny-gqa-2/checkpoints")
     assert command(*TRAIN).code == 0 and (checkpoints / "step-00000004").is_dir()
-    finished = command(*TRAIN, "resume=true")
+    again = (*TRAIN, "resume=true", f"run_dir={checkpoints.parent}")
+    finished = command(*again)
     assert finished.code == 0 and "finished: step 4 of 4 is done" in finished.err
-    longer = command(*TRAIN, "resume=true", "steps=6")
+    longer = command(*again, "steps=6")
     assert longer.code == 0 and "done. Now try: python generate.py --run runs/text" in longer.err
     assert (checkpoints / "step-00000006").is_dir()
 
@@ -198,17 +199,16 @@ def test_a_refused_run_changes_nothing_in_its_folder(command, trained, words, co
     assert before == {path: path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize("words, told", [((), ""), (("run_dir=begun",), ": begun has no")])
-def test_resume_without_a_checkpoint_starts_a_run_with_a_note(command, story, words, told):
+def test_resume_without_a_checkpoint_starts_a_run_with_a_note(command, story):
     Path("begun").mkdir()  # as left by a run that was killed before its first save
-    result = command(*TRAIN, "resume=true", *words)
-    assert result.code == 0 and result.err.startswith(f"nothing to resume{told}")
+    result = command(*TRAIN, "resume=true", "run_dir=begun")
+    assert result.code == 0 and result.err.startswith("nothing to resume: begun has no")
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        (("resume=true",), "nothing to resume: no runs/text-tiny-gqa has a checkpoint"),
+        (("resume=true",), "needs the folder of the run. fix: run_dir=runs/NAME"),
         (("resume=true", "run_dir=begun"), "nothing to resume: begun has no"),
         (("resume=true", "run_dir=runs/mispelt"), "runs/mispelt does not exist"),
         (("run_dir=R",), "the folder already contains a run (run_dir=R)"),
@@ -263,7 +263,8 @@ def test_a_run_does_not_depend_on_the_run_it_started_from(command, trained, fold
     result = command("tools/evaluate.py", "--run", str(begun), "--slices").succeeded()
     assert json.loads(result.out)["val_loss"] == pytest.approx(last, rel=1e-5)
     command("tools/compare/__main__.py", "--report", str(begun)).succeeded()
-    result = command("train.py", *words, "resume=true", "steps=6").succeeded()
+    again = (*words, f"run_dir={begun}", "resume=true", "steps=6")
+    result = command("train.py", *again).succeeded()
     assert "resuming step 4" in result.err and "data.tokenizer" not in result.err
     assert [line["step"] for line in metrics(begun)][-1] == 6
 
@@ -289,33 +290,15 @@ def test_a_run_is_found_by_its_name(command, trained):
     assert checkpoint.find_model(name).parts[0] == name
 
 
-def test_runs_with_the_same_name_are_distinguished_by_their_initial_weights(command, trained):
-    words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
-    Path("copy").mkdir()
-    other = shutil.copytree(trained, Path("copy") / trained.name)
-    for source in (trained, other):
-        command("train.py", *words, f"init_from={source}").succeeded()
+def test_a_run_is_resumed_without_the_run_that_it_started_from(command, trained):
+    words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "run_dir=begun")
+    more = [word for word in words if not word.startswith(("context=", "batch_tokens="))]
+    more += ["context=32", "batch_tokens=1024", f"init_from={trained}"]
+    command("train.py", *more).succeeded()
     shutil.rmtree(trained)
-    result = command("train.py", *words, f"init_from={trained}", "resume=true", "steps=6")
-    assert result.succeeded().err.count("init_from") == 0
-    assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 4
-
-
-def test_resume_finds_a_run_by_its_context_and_any_spelling_of_init_from(command, trained):
-    words = [word for word in TINY[1:] if not word.startswith(("context=", "batch_tokens="))]
-    words += [*SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun", "batch_tokens=1024"]
-    begin = f"init_from={trained}"
-    command("train.py", *words, begin).succeeded()
-    command("train.py", *words, begin, "context=32").succeeded()
-    spelled = f"init_from=./{trained}/"
-    command("train.py", *words, spelled, "resume=true", "steps=6").succeeded()
-    named = f"init_from={trained.name}"  # runs/NAME
-    command("train.py", *words, named, "resume=true", "steps=8", "context=32").succeeded()
-    assert metrics("runs/begun")[-1]["step"] == 6 and metrics("runs/begun-2")[-1]["step"] == 8
-    # Without the original run, the context does not identify which of the two runs is meant.
-    shutil.rmtree(trained)
-    refused = command("train.py", *words, begin, "resume=true", "steps=10")
-    assert refused.code == 2 and "fix: run_dir=runs/begun" in refused.err
+    result = command("train.py", "run_dir=begun", "resume=true", "steps=6")
+    assert "changed since" in result.succeeded().err and "init_from" not in result.err
+    assert metrics("begun")[-1]["step"] == 6
 
 
 def test_a_task_run_can_start_from_another_task_run(command):
