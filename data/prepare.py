@@ -19,7 +19,6 @@ from filelock import FileLock
 from data.corpus import Corpus
 from data.files import PART_CHARS, Part
 from data.tokenizer import Tokenizer, tokenizer_file
-from run.cache_folder import writable_cache
 from run.progress import say, waiting
 from run.ranges import PositiveInt
 from run.sealed import acquire, atomic_directory, remove_leftovers, verify
@@ -95,8 +94,6 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
         # time.
         if not has_tokenizer(folder, tokenizer):
             folder = cache_dir / folder_name(source, identity, tokenizer.sha256)
-    if not folder.exists():
-        folder = writable_cache(cache_dir) / folder.name
     if not folder.exists():
         build_once(source, tokenizer, folder)
 

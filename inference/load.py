@@ -7,7 +7,8 @@ import torch
 from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
 from model.transformer import Transformer
-from run import ROOT, checkpoint, compilation, hardware, threads
+from run import checkpoint, compilation, hardware, threads
+from run.cache_folder import cache_folder
 from run.cli import DTYPES
 from run.progress import say, waiting
 
@@ -39,7 +40,7 @@ def load(
     if device.type == "cpu":
         if reason := threads.choose_threads():
             say(reason)
-        quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+        quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     if device.type == "cuda":
         # On Hopper and data-center Blackwell GPUs, torch prefers cuDNN's attention
         # (check_prefer_cudnn_attention in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp),

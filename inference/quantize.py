@@ -19,7 +19,6 @@ from model.cache import round_to_int8
 from model.layers import FusedPart, Linear
 from model.transformer import Transformer
 from run import hardware
-from run.cache_folder import writable_cache
 from run.progress import waiting, warn_once
 from run.sealed import sync
 
@@ -41,9 +40,8 @@ FLAGS = [
 def load_matvec(folder: Path, compiler: str | None) -> bool:
     """Load the kernels, compiling them first if they are not in `folder`; return True on success.
 
-    If `folder` is not writable, the kernels are compiled into a different cache. A library that
-    the dynamic linker rejects, such as an empty file, is compiled again. A file that was cut short
-    can end the process instead.
+    A library that the dynamic linker rejects, such as an empty file, is compiled again. A file that
+    was cut short can end the process instead.
     """
     if hasattr(torch.ops.attend, "matvec"):
         return True
@@ -53,8 +51,6 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
     identity = f"{torch.__version__} {features} {FLAGS}".encode() + SOURCE.read_bytes()
     digest = hashlib.sha256(identity).hexdigest()
     library = folder / f"matvec-{digest[:16]}.so"
-    if not library.exists():
-        library = writable_cache(folder) / library.name
     try:
         if library.exists():
             with suppress(OSError):

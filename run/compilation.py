@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from run import ROOT, errors
-from run.cache_folder import cache_with_locks, compiler_cache, has_locks
+from run import errors
+from run.cache_folder import cache_folder
 from run.hardware import processor_features
 from run.progress import say
 
@@ -25,13 +25,13 @@ LONG_STEPS = 200
 LONG_MINUTES = 3
 LINKING_SECONDS = 5  # a library of this age is no longer being written by a linker
 
-# torch.compile's cache is in .cache/ if possible, unless $TORCHINDUCTOR_CACHE_DIR is set (importing
-# torch._dynamo also sets it). Each combination of torch version, processor and instruction set
+# torch.compile's cache is in ours unless $TORCHINDUCTOR_CACHE_DIR is set, which importing
+# torch._dynamo also sets. Each combination of torch version, processor and instruction set
 # ($ATEN_CPU_CAPABILITY) has a separate cache, because torch's cache keys do not include them and
 # machine code compiled for a different combination crashes.
 MACHINE = sha256(processor_features().encode()).hexdigest()
 if CACHE_KEY not in os.environ:
-    CACHE = compiler_cache(ROOT / ".cache") / f"compiled-{torch.__version__}-{MACHINE}"
+    CACHE = cache_folder() / f"compiled-{torch.__version__}-{MACHINE}"
     os.environ[CACHE_KEY] = str(CACHE)
 
 
@@ -118,12 +118,6 @@ def prepare_to_compile() -> None:
     # torch.compile does not quote library folders in a command of the C++ compiler, and torch may
     # be in a clone whose path contains spaces.
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).with_name("lib")))
-
-    # torch.compile locks the files of its cache.
-    cache = Path(os.environ[CACHE_KEY])
-    if not has_locks(cache):
-        cache = (cache_with_locks() or cache.parent) / cache.name
-        os.environ[CACHE_KEY] = str(cache)
     clean_cache()
 
 

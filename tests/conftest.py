@@ -6,6 +6,8 @@ import os
 # Must be set before the imports below. `OMP_NUM_THREADS=2 pytest` runs with two threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
+# Compiled code is shared by all tests.
+os.environ.setdefault("ATTEND_CACHE", os.path.abspath(f"{__file__}/../../.cache"))
 
 import runpy
 import shutil
@@ -326,6 +328,7 @@ def command(tmp_path, monkeypatch, capfd):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
+    monkeypatch.setattr(setup, "cache_folder", lambda: Path(".cache"))  # of text
 
     def run(file: str, *arguments: str) -> Result:
         capfd.readouterr()
@@ -396,6 +399,7 @@ def finished(tmp_path_factory) -> Path:
     text = ("data=text", f"data.path={tell(folder)}", "data.vocab_size=400")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(setup, "cache_folder", lambda: Path(".cache"))
         patch.setattr(sys, "argv", ["train.py", *TINY, *SHORT, *text])
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     return folder

@@ -21,7 +21,8 @@ from inference import quantize
 from model.attention.kernels.choose import KERNELS, choose
 from model.attention.kernels.definition import HAS_AMX, Case, ScoreOptions
 from model.cache import round_to_int8
-from run import ROOT, compilation, hardware
+from run import compilation, hardware
+from run.cache_folder import cache_folder
 from run.progress import say
 
 NUM_TURNS = 15
@@ -63,7 +64,7 @@ def compare_kernels() -> None:
     device = torch.device("cpu")
     hardware.use_huge_pages()
     compilation.prepare_to_compile()
-    quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+    quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     options = compilation.decode_options(device)
     capability = torch.backends.cpu.get_cpu_capability()
     say(f"{capability}, {torch.get_num_threads()} threads, AMX: {HAS_AMX}")

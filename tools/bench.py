@@ -36,7 +36,8 @@ from data.loader import Loader
 from inference import quantize
 from inference.engine import Engine
 from model.build import build_model
-from run import ROOT, compilation, errors, hardware
+from run import compilation, errors, hardware
+from run.cache_folder import cache_folder
 from run.cli import Parser
 from run.compose import compose
 from run.distributed import DistEnv
@@ -315,7 +316,7 @@ def decode_ours(
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
     # As in generate.py, use matrix products for few rows, and compile or capture the step.
-    quantize.load_matvec(ROOT / ".cache", compilation.cpp_compiler())
+    quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
     engine = Engine(model, greedy, cache)

@@ -15,6 +15,7 @@ from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
 from run import checkpoint, compilation, errors, folder, hardware, threads
+from run.cache_folder import cache_folder
 from run.distributed import DistEnv
 from run.instantiate import instantiate
 from run.progress import say
@@ -128,7 +129,7 @@ def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
     # A task has no tokenizer, because it generates token ids.
     if pretrained is not None and "tokenizer" in data:
         data = data | {"tokenizer": str(tokenizer_file(pretrained))}
-    return prepare(instantiate(data, "data"), Path(".cache"))
+    return prepare(instantiate(data, "data"), cache_folder())
 
 
 def open_run_corpus(path: Path, config: dict) -> Corpus:

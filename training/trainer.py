@@ -187,9 +187,7 @@ class Trainer:
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
-        with waiting(
-            "compiling the training step into .cache/ (to skip compilation: compile=false)"
-        ):
+        with waiting("compiling the training step (to skip compilation: compile=false)"):
             loss_sums = compilation.compile_and_run(
                 compute,
                 is_required=self.settings.compile is True or self.ranks.world_size > 1,

@@ -242,7 +242,7 @@ def test_compilation_works_in_a_clone_whose_path_has_spaces(tmp_path, step):
     shutil.copytree(ROOT / "run", clone / "run")
     (clone / "packages").symlink_to(Path(torch.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": str(clone / "packages"), "HOME": str(tmp_path)}
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "ATTEND_CACHE", "XDG_CACHE_HOME"):
         env.pop(name, None)
     command = [sys.executable, "-c", COMPILING, str(clone), step]
     how = {"cwd": tmp_path, "env": env, "capture_output": True, "timeout": LONG}
