@@ -5,20 +5,18 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 (or tokenizer.json and its configs)
 """
 
-import difflib
 import errno
 import json
 import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,14 +25,13 @@ from torch.types import Device
 from run import sealed
 from run.errors import IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
-from run.paths import holding_run, run_path
+from run.paths import run_path
 from run.progress import say
 from run.sharding import shard_like
 
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
-LISTED_RUNS = 3  # most runs that the error for a wrong path lists
 # Exceptions that can be raised while untrusted content is parsed, or while a model is built from
 # it. Any other exception is a bug in this program.
 UNREADABLE = (
@@ -133,21 +130,17 @@ def newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def find_model(path: Path | str | None, option: str = "--run ") -> Path:
+def find_model(path: Path | str | None) -> Path:
     """Return the newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
 
     If `path` is None, returns the newest checkpoint of the run in runs/ that saved last. Raises
-    ValueError, with a fix that begins with `option`, if no checkpoint exists, and IntegrityError if
-    the checkpoint is damaged.
+    ValueError if no checkpoint exists, and IntegrityError if the checkpoint is damaged.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
         newest = max(saved, key=lambda folder: folder.stat().st_mtime_ns, default=None)
         if newest is None:
-            configs = sorted(Path("runs").glob("*/config.yaml"), key=os.path.getmtime)
-            if configs:
-                raise unsaved_run(configs[-1])
-            raise ValueError("no trained model (in runs/). fix: python train.py, or --run FOLDER")
+            raise ValueError("no trained model (in runs/). fix: python train.py")
         path = newest.parents[1]
     path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
@@ -155,64 +148,15 @@ def find_model(path: Path | str | None, option: str = "--run ") -> Path:
         sealed.verify(path.resolve(), FIX, may_be_renamed=True)
         return path
     checkpoint = newest_checkpoint(path)
-    if checkpoint is None:
-        renamed = [file.parent for file in path.glob("checkpoints/*/manifest.json")]
-        if renamed:
-            fix = f"{option}{shlex.quote(str(renamed[0]))}"
-            raise ValueError(
-                f"no checkpoint named step-NUMBER, with eight digits ({path}). fix: {fix}"
-            )
-        if (path / "config.yaml").exists():
-            raise unsaved_run(path / "config.yaml")
-        raise ValueError(f"not a run ({path}). fix: {fix_for_path(path, option)}")
-    return checkpoint
-
-
-def unsaved_run(config: Path) -> ValueError:
-    """Return the error for a run without a checkpoint; `config` is the path of its config.yaml."""
-    save_every = "save_every"
-    with suppress(OSError, yaml.YAMLError, TypeError, LookupError):
-        save_every = yaml.safe_load(config.read_text(encoding="utf-8"))["save_every"]
-    run = config.parent
-    return ValueError(
-        f"the run has no checkpoint yet ({run}: the first is due at step {save_every}, or when it "
-        "ends). fix: wait, or stop the run with Ctrl-C, which saves one; if the run was killed: "
-        f"python train.py {shlex.quote(f'run_dir={run}')} resume=true, with the same overrides"
-    )
-
-
-def fix_for_path(path: Path, option: str) -> str:
-    """Return the fix for a path that is not a run: `option` and the run that was probably meant.
-
-    If no run is close to the path, the fix lists the newest runs, or is a command that trains or
-    imports a model.
-    """
-    # A file or folder inside a run, or a mistyped path.
-    run = holding_run(path)
-    times = {}  # when the newest checkpoint of each run was saved
-    for checkpoint in sorted(Path("runs").glob(f"*/checkpoints/{STEPS}")):
-        times[checkpoint.parents[1]] = checkpoint.stat().st_mtime_ns
-    if run is None:
-        names = [folder.name for folder in times]
-        for nearest in difflib.get_close_matches(path.name, names, 1):
-            run = Path("runs", nearest)
-    if run is not None:
-        return f"{option}{shlex.quote(str(run))}"
-
-    # A model of transformers, or one of its files.
-    folder = path if path.is_dir() else path.parent
-    if (folder / "config.json").exists():
-        name = f"models/{folder.resolve().name}"
-        call = shlex.join(["python", "-m", "tools.import_hf", str(folder), "--out", name])
-        return f"{call}; then {option}{shlex.quote(name)}"
-
-    if times:
-        newest = sorted(times, key=times.get, reverse=True)
-        names = [shlex.quote(str(folder)) for folder in newest[:LISTED_RUNS]]
-        return f"choose a run: {option}{f' or {option}'.join(names)}"
-    return (
-        "python train.py, or for a Hugging Face model python -m tools.import_hf FOLDER --out NAME"
-    )
+    if checkpoint is not None:
+        return checkpoint
+    if (path / "config.yaml").exists():
+        raise ValueError(f"the run has no checkpoint yet ({path})")
+    problem = f"not a run or checkpoint ({path})"
+    if (path / "config.json").exists():  # a model of transformers
+        call = shlex.join(["python", "-m", "tools.import_hf", str(path), "--out", "models/NAME"])
+        problem += f". fix: {call}"
+    raise ValueError(problem)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     """Write the model with a different attention variant; return a description of the changes."""
     # Find all errors before a file is written.
     with errors.user_input():
-        path = checkpoint.find_model(args.model, "")
+        path = checkpoint.find_model(args.model)
         tree = checkpoint.load_model_config(path)
         new_tree = converted_model.convert_config(tree, args.overrides)
         tokenizer = Tokenizer.load(tokenizer_file(path))

@@ -9,7 +9,6 @@ import shlex
 from model.build import build_model
 from run import errors
 from run.cli import Parser, user_path
-from run.paths import is_run
 from run.progress import say
 from tools.export_hf import new_folder, save_checkpoint
 from tools.formats.hf_config import from_hf_config
@@ -46,12 +45,6 @@ def import_model(args: argparse.Namespace) -> None:
     """Read a transformers model, and write it as a checkpoint."""
     # Find all errors in the folder before a file is written.
     with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
-        if is_run(args.folder):
-            fix = f"python generate.py PROMPT --run {shlex.quote(str(args.folder))}"
-            raise ValueError(
-                f"a run or checkpoint of attend does not have to be imported ({args.folder}). "
-                f"fix: {fix}"
-            )
         config = read_json(args.folder / "config.json")
         architecture, tree = from_hf_config(config)
         tokenizer = import_tokenizer(args.folder)

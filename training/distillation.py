@@ -46,7 +46,7 @@ def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
     """
     if settings.distill is None:
         return None
-    path = checkpoint.find_model(settings.distill, "distill=")
+    path = checkpoint.find_model(settings.distill)
     model = settings.model
     teacher = checkpoint.load_model_config(path)
     named = f"distill={settings.distill}"

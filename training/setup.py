@@ -102,7 +102,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     if settings.resume and settings.run_dir is not None:
         run = Path(os.path.expanduser(settings.run_dir))
         source = run if folder.has_checkpoint(run) else source
-    pretrained = checkpoint.find_model(source, "init_from=")
+    pretrained = checkpoint.find_model(source)
     model = checkpoint.load_model_config(pretrained)
     # The model keeps its shape, but it may be trained on shorter or longer sequences.
     context = settings.context if "context" in keys else model["context"]

@@ -455,4 +455,4 @@ def test_a_distillation_run_resumes_and_does_not_save_its_teacher(heal, command,
     told = re.search(r"SHA-256 (\w+); the model: 300, (\w+)\)", refused.err)
     assert told[1] != told[2]  # the hashes differ even if sizes are equal
     refused, _ = heal("other", "distill=nowhere")
-    assert refused.code == 2 and "not a run (nowhere)" in refused.err
+    assert refused.code == 2 and "not a run or checkpoint (nowhere)" in refused.err

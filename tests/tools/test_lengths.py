@@ -11,6 +11,7 @@ from tests.conftest import settings_of
 from tests.tools.test_evaluate import held_out_tokens, nats_by_token, saved_run
 from tools import lengths
 from tools.lengths import measure_lengths
+from training import setup
 
 CONTEXT = 8
 
@@ -19,6 +20,7 @@ CONTEXT = 8
 def run_of(tmp_path, monkeypatch, story):
     """A function that returns the folder of a run on the story with given attention overrides."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "cache_folder", lambda: Path(".cache"))
     text = (f"context={CONTEXT}", "data=text", f"data.path={story}", "data.vocab_size=400")
 
     def make(*overrides: str) -> Path:
