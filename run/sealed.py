@@ -11,15 +11,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from hashlib import file_digest
 from pathlib import Path
 
 from filelock import FileLock
 
 from run.errors import UNSUPPORTED, IntegrityError
 from run.progress import warn_once
-
-SEAL_LENGTH = 65  # bytes of the last line of a manifest
 
 
 @contextmanager
@@ -41,9 +39,9 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         for path in sorted(staging.iterdir()):
             sync(path)
             hashes[path.name] = sha256_of(path)
-        body = json.dumps({"name": folder.name, "files": hashes}, indent=1).encode() + b"\n"
+        content = json.dumps({"name": folder.name, "files": hashes}, indent=1)
         manifest = staging / "manifest.json"
-        manifest.write_bytes(body + seal(body))
+        manifest.write_text(content, encoding="utf-8")
         sync(manifest)
 
         # ... then their names in the directory, and only then does the directory get its name.
@@ -61,13 +59,6 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
-
-
-def seal(body: bytes) -> bytes:
-    """Return the last line of a manifest: the SHA-256 of all preceding lines."""
-    line = f"{sha256(body).hexdigest()}\n".encode()
-    assert len(line) == SEAL_LENGTH
-    return line
 
 
 def sync(path: Path) -> None:
@@ -126,11 +117,10 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
 
 def matching_files(folder: Path, may_be_renamed: bool) -> dict[str, str]:
     """Return the SHA-256 of each file by name. Raises many types of errors for a damaged folder."""
-    raw = safe_child(folder, "manifest.json").read_bytes()
-    body = raw[:-SEAL_LENGTH]
-    if raw[-SEAL_LENGTH:] != seal(body):
-        raise ValueError("damaged manifest")
-    manifest = json.loads(body)
+    content = safe_child(folder, "manifest.json").read_text(encoding="utf-8")
+    # A damaged manifest is no JSON, lacks a key, or has another name or hash than the files. Earlier
+    # versions appended its own hash.
+    manifest, _ = json.JSONDecoder().raw_decode(content)
     if manifest["name"] != folder.name and not may_be_renamed:
         raise ValueError(f"the folder was renamed from {manifest['name']}")
     for name, digest in manifest["files"].items():

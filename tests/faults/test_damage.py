@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import signal
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -202,15 +203,34 @@ def test_manifest_entries_outside_the_folder_are_refused(tmp_path):
             pass
         (folder / "link").symlink_to(tmp_path / "secret")
         body = json.dumps({"name": "folder", "files": {name: "?"}}).encode()
-        (folder / "manifest.json").write_bytes(body + sealed.seal(body))
+        (folder / "manifest.json").write_bytes(body)
         with pytest.raises(IntegrityError, match="is a link, or not directly in the folder"):
             sealed.verify(folder, "")
         sealed.remove(folder)
 
 
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path, is_earlier):
+    with sealed.atomic_directory(tmp_path / "folder") as folder:
+        for name in ("model.safetensors", "config.json"):
+            (folder / name).write_bytes(name.encode())
+    manifest = tmp_path / "folder" / "manifest.json"
+    content = manifest.read_bytes()
+    if is_earlier:  # its own hash was in the last line
+        manifest.write_bytes(content + b"\n" + sha256(content + b"\n").hexdigest().encode() + b"\n")
+        assert len(sealed.verify(tmp_path / "folder", "")) == 2
+        return
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        with pytest.raises(IntegrityError):
+            sealed.verify(tmp_path / "folder", "")
+
+
 def test_a_deeply_nested_manifest_is_reported_as_damage(tmp_path):
     body = 100_000 * b"[" + b"\n"
-    (tmp_path / "manifest.json").write_bytes(body + sealed.seal(body))
+    (tmp_path / "manifest.json").write_bytes(body)
     with pytest.raises(IntegrityError, match="recursion"):
         sealed.verify(tmp_path, "none")
 
