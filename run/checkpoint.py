@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -47,6 +47,7 @@ UNREADABLE = (
 # Exceptions that a model built from an untrusted config can raise when it runs: its layers may not
 # fit together, or torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
+STATE = ("state.pt",)
 FIX = "use an older checkpoint, or start a new run in a different folder"
 
 
@@ -110,15 +111,15 @@ def prune(newest: Path) -> None:
         sealed.remove(path)
 
 
-def newest_checkpoint(run: Path) -> Path | None:
+def newest_checkpoint(run: Path, unread: Collection[str] = ()) -> Path | None:
     """Return a run's newest checkpoint that passes verification, or None if it has no checkpoint.
 
-    Raises IntegrityError if all checkpoints are damaged.
+    Files named `unread` are not verified. Raises IntegrityError if all checkpoints are damaged.
     """
     checkpoints = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in checkpoints:
         try:
-            sealed.verify(checkpoint, FIX)
+            sealed.verify(checkpoint, FIX, unread=unread)
             return checkpoint
         except IntegrityError as error:
             say(f"warning: skipping a damaged checkpoint: {without_fix(error)}")
@@ -133,8 +134,9 @@ def newest_checkpoint(run: Path) -> Path | None:
 def find_model(path: Path | str | None) -> Path:
     """Return the newest checkpoint of the run at `path`, or `path` itself if it is a checkpoint.
 
-    If `path` is None, returns the newest checkpoint of the run in runs/ that saved last. Raises
-    ValueError if no checkpoint exists, and IntegrityError if the checkpoint is damaged.
+    If `path` is None, returns the newest checkpoint of the run in runs/ that saved last. The
+    training state, which the caller does not read, is not verified. Raises ValueError if no
+    checkpoint exists, and IntegrityError if the checkpoint is damaged.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
@@ -145,9 +147,9 @@ def find_model(path: Path | str | None) -> Path:
     path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
         # The user chose this folder, so it may be a renamed copy, or a link.
-        sealed.verify(path.resolve(), FIX, may_be_renamed=True)
+        sealed.verify(path.resolve(), FIX, may_be_renamed=True, unread=STATE)
         return path
-    checkpoint = newest_checkpoint(path)
+    checkpoint = newest_checkpoint(path, unread=STATE)
     if checkpoint is not None:
         return checkpoint
     if (path / "config.yaml").exists():

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
@@ -98,14 +98,16 @@ def acquire(lock: FileLock) -> bool:
     return True
 
 
-def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str, str]:
+def verify(
+    folder: Path, fix: str, *, may_be_renamed: bool = False, unread: Collection[str] = ()
+) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each file by name.
 
-    Raises IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a
+    Files named `unread`, which the caller does not read, are not read here either. Raises IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a
     network disk has disappeared, which says nothing about the files.
     """
     try:
-        return matching_files(folder, may_be_renamed)
+        return matching_files(folder, may_be_renamed, unread)
     except OSError as error:
         if error.errno in (errno.ESTALE, errno.ENOTCONN):  # a network disk has disappeared
             raise
@@ -115,7 +117,7 @@ def verify(folder: Path, fix: str, *, may_be_renamed: bool = False) -> dict[str,
     raise IntegrityError(f"{problem} (in {folder}). fix: {fix}")
 
 
-def matching_files(folder: Path, may_be_renamed: bool) -> dict[str, str]:
+def matching_files(folder: Path, may_be_renamed: bool, unread: Collection[str]) -> dict[str, str]:
     """Return the SHA-256 of each file by name. Raises many types of errors for a damaged folder."""
     content = safe_child(folder, "manifest.json").read_text(encoding="utf-8")
     # A damaged manifest is no JSON, lacks a key, or has another name or hash than the files. Earlier
@@ -124,7 +126,7 @@ def matching_files(folder: Path, may_be_renamed: bool) -> dict[str, str]:
     if manifest["name"] != folder.name and not may_be_renamed:
         raise ValueError(f"the folder was renamed from {manifest['name']}")
     for name, digest in manifest["files"].items():
-        if sha256_of(safe_child(folder, name)) != digest:
+        if name not in unread and sha256_of(safe_child(folder, name)) != digest:
             raise ValueError(f"damaged file {name}")
     return manifest["files"]
 

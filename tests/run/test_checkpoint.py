@@ -14,7 +14,7 @@ from run.checkpoint import load_model
 from run.errors import IntegrityError
 from run.folder import changes_since, newest_config
 from run.instantiate import instantiate
-from tests.conftest import settings_of
+from tests.conftest import saved, settings_of, tree_of
 from train import take_step
 
 
@@ -150,3 +150,16 @@ def test_a_new_option_that_is_off_does_not_count_as_a_change():
         )
     changed, refused = changes_since(then, {"model": {"attention": {"gated": False, "new": True}}})
     assert len(changed) == 2 and refused == changed
+
+
+def test_a_model_is_found_without_reading_the_training_state(tmp_path, tokenizer):
+    saved(tmp_path / "run", tree_of("gqa", "model.depth=1"), tokenizer)
+    path = checkpoint.find_model(tmp_path / "run")
+    (path / "state.pt").write_bytes(b"damaged")
+    assert checkpoint.find_model(tmp_path / "run") == checkpoint.find_model(path) == path
+    with pytest.raises(IntegrityError):
+        checkpoint.newest_checkpoint(tmp_path / "run")
+    (path / "model.safetensors").write_bytes(b"damaged")
+    for where in (tmp_path / "run", path):
+        with pytest.raises(IntegrityError):
+            checkpoint.find_model(where)
