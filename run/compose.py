@@ -54,7 +54,7 @@ OTHER_NAMES = {
     "log_interval": "log_every",
     "save_steps": "save_every",
     "out_dir": "run_dir",
-    "output_dir": "run_dir",
+    "warmup_iters": "schedule.warmup",
     "gradient_checkpointing": "activation_checkpointing",
 }
 
@@ -193,7 +193,7 @@ def nearest_key(key: str, words: list[str]) -> str | None:
     # First among its siblings, then under the same name elsewhere: model.head means model.heads, not
     # optimizer.reference.head, and attention.heads means model.heads, not attention.kv_heads.
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
-    for names, cutoff in ((siblings, 0.8), (known, 1.0), (known, 0.75)):
+    for names, cutoff in ((siblings, 0.8), (known, 1.0), (known, 0.8)):
         last_parts = [name.rpartition(".")[2] for name in names]
         for nearest in difflib.get_close_matches(last, last_parts, 1, cutoff):
             return " or ".join(name for name in names if name.rpartition(".")[2] == nearest)
