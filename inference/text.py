@@ -18,7 +18,7 @@ def generate_text(
 ) -> list[str]:
     """Continue one prompt or several; return the generated texts, each up to a stop text.
 
-    `options` are those of `stream_text`.
+    `options` are passed to `stream_text`.
     """
     num_texts = 1 if isinstance(prompts, str) else len(prompts)
     texts = [""] * num_texts

@@ -47,7 +47,7 @@ UNREADABLE = (
 # Exceptions that a model built from an untrusted config can raise when it runs: its layers may not
 # fit together, or torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
-STATE = ("state.pt",)
+STATE = ("state.pt",)  # not read where only the model is needed
 FIX = "use an older checkpoint, or start a new run in a different folder"
 
 

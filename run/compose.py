@@ -83,14 +83,17 @@ def compose(overrides: list[str]) -> Settings:
     try:
         return Settings(**keys)
     except ValidationError as error:
-        lines = [describe(str(problem["loc"][0]), problem) for problem in error.errors()]
+        lines = []
+        for problem in error.errors():
+            lines.append(describe(problem["loc"][0], problem["input"], problem["msg"]))
         raise ValueError("\n".join(lines)) from None
 
 
 def literal(word: str, text_keys: tuple[str, ...] = TEXT_KEYS) -> str:
     """Return an override as Hydra must read it: text in quotes, and a number such as 1e3 as 1000.
 
-    A + before the key is left out, because no key can be added. Raises ValueError for a word that is not KEY=VALUE, and for a key that mirrors another one.
+    A + before the key is left out, because no key can be added. Raises ValueError for a word that
+    is not KEY=VALUE, and for a key that mirrors another one.
     """
     if re.fullmatch(r"~\w+\.[\w.]+", word):  # deletes an option, for a `_target_` of one's own
         return word
@@ -135,7 +138,8 @@ def check_choice(word: str) -> None:
         fix = f"python -m tools.compare {group}={','.join(names)} ..."
         raise OverrideError(f"several presets ({word}). fix: {fix}")
     nearest = difflib.get_close_matches(name, choices(group), 1) or choices(group)
-    raise OverrideError(f"unknown preset ({word}). fix: {group}={' or '.join(nearest)}")
+    names = " or ".join(nearest)
+    raise OverrideError(f"unknown preset ({word}). fix: {group}={names}")
 
 
 def open_configs() -> hydra.initialize_config_dir:
@@ -176,8 +180,11 @@ def composing_problem(error: Exception, words: list[str]) -> str:
     unknown = re.match(r"Could not override '([\w.]+)'", text)
     if unknown is None:
         return text.splitlines()[0]
+    problem = f"unknown key ({unknown[1]})"
     nearest = nearest_key(unknown[1], words)
-    return f"unknown key ({unknown[1]})" + (f". fix: {nearest}" if nearest else "")
+    if nearest is not None:
+        problem += f". fix: {nearest}"
+    return problem
 
 
 def nearest_key(key: str, words: list[str]) -> str | None:
@@ -190,8 +197,8 @@ def nearest_key(key: str, words: list[str]) -> str | None:
     parent, _, last = key.rpartition(".")
     if OTHER_NAMES.get(last) in known:
         return OTHER_NAMES[last]
-    # First among its siblings, then under the same name elsewhere: model.head means model.heads, not
-    # optimizer.reference.head, and attention.heads means model.heads, not attention.kv_heads.
+    # First among its siblings, then under the same name elsewhere: model.head means model.heads,
+    # not optimizer.reference.head, and attention.heads means model.heads, not attention.kv_heads.
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     for names, cutoff in ((siblings, 0.8), (known, 1.0), (known, 0.8)):
         last_parts = [name.rpartition(".")[2] for name in names]
@@ -223,7 +230,7 @@ def help_text(overrides: list[str]) -> str:
 
 
 def preset_files(group: str, name: str) -> Iterator[str]:
-    """Yield the file of a preset, and those of the presets that it extends."""
+    """Yield the text of a preset's file, and of each preset that it extends."""
     file = CONFIGS / group / f"{name}.yaml"
     yield f"\n# configs/{group}/{name}.yaml\n{file.read_text(encoding='utf-8')}"
     # An entry is PRESET, PRESET@kinds.KIND or {/GROUP@kinds.KIND: PRESET}.

@@ -90,8 +90,8 @@ def check_arguments(
 ) -> None:
     """Raise ValueError for an unknown or missing argument, and for a value that its type excludes.
 
-    A type may have a range, such as those of run/ranges.py. NaN and infinity are refused. Positional
-    arguments of a partial call are given later.
+    A type may have a range, such as PositiveInt of run/ranges.py. NaN and infinity are refused.
+    Positional arguments of a partial call are given later.
     """
     parameters = parameters_of(target)
     # The user types attention.window, which is model.attention.window in the config.
@@ -103,7 +103,7 @@ def check_arguments(
         if is_needed and parameter.name not in arguments:
             raise ValueError(f"missing key ({path}.{parameter.name}, of {target.__name__})")
 
-    # A class's own annotation of an argument replaces that of its base class.
+    # A class's own annotation of an argument replaces its base class's annotation.
     annotations = {parameter.name: parameter.annotation for parameter in reversed(parameters)}
     for name, value in arguments.items():
         key = COPIES.get(f"{path}.{name}", f"{path}.{name}")
@@ -114,7 +114,8 @@ def check_arguments(
         try:
             TypeAdapter(annotations[name], config=CHECKS).validate_python(value)
         except ValidationError as error:
-            raise ValueError(describe(key, error.errors()[0] | {"input": value})) from None
+            rule = error.errors()[0]["msg"]
+            raise ValueError(describe(key, value, rule)) from None
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:

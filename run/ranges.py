@@ -1,6 +1,6 @@
 """Types of options with their ranges, which run/instantiate.py and run/settings.py check.
 
-Four of them are those of pydantic, which model/ and data/ do not import.
+Four types also exist in pydantic, which model/ and data/ do not import.
 """
 
 from typing import Annotated

@@ -103,8 +103,9 @@ def verify(
 ) -> dict[str, str]:
     """Verify a sealed directory, and return the SHA-256 of each file by name.
 
-    Files named `unread`, which the caller does not read, are not read here either. Raises IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a
-    network disk has disappeared, which says nothing about the files.
+    Files named `unread`, which the caller does not read, are not read here either. Raises
+    IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a network
+    disk has disappeared, which says nothing about the files.
     """
     try:
         return matching_files(folder, may_be_renamed, unread)
@@ -120,8 +121,8 @@ def verify(
 def matching_files(folder: Path, may_be_renamed: bool, unread: Collection[str]) -> dict[str, str]:
     """Return the SHA-256 of each file by name. Raises many types of errors for a damaged folder."""
     content = safe_child(folder, "manifest.json").read_text(encoding="utf-8")
-    # A damaged manifest is no JSON, lacks a key, or has another name or hash than the files. Earlier
-    # versions appended its own hash.
+    # A damaged manifest is not valid JSON, lacks a key, or has a wrong name or hash. Earlier
+    # versions appended the manifest's own hash, which is skipped.
     manifest, _ = json.JSONDecoder().raw_decode(content)
     if manifest["name"] != folder.name and not may_be_renamed:
         raise ValueError(f"the folder was renamed from {manifest['name']}")

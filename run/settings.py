@@ -117,9 +117,9 @@ class Settings(BaseModel):
         return max(size for size in range(1, most + 1) if sequences % size == 0)
 
 
-def describe(key: str, problem: dict) -> str:
-    """Return an error line for a problem that pydantic found in the value of a key."""
-    return f"{key}={as_typed(problem['input'])}: {problem['msg']}"
+def describe(key: str, value: object, rule: str) -> str:
+    """Return an error line for a value that breaks a rule, in pydantic's words."""
+    return f"{key}={as_typed(value)}: {rule}"
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:

@@ -137,7 +137,7 @@ def choose_threads(kept: int | None = None) -> str:
         most = max(1, int(quota))
         reason = f"a quota of {quota:.1f} cores"
     threads = min(kept or own, most)
-    torch.set_num_threads(threads)
-    if threads == own:
+    if threads == torch.get_num_threads():
         return ""
+    torch.set_num_threads(threads)
     return f"computing with {threads} of {own} threads ({reason}; OMP_NUM_THREADS=N changes it)"

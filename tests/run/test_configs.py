@@ -45,7 +45,7 @@ def test_numbers_of_nested_parts_have_ranges(found):
 
 
 def check_ranges(options: list[inspect.Parameter]) -> None:
-    """Check that each number has a range, so that -1 is accepted only where it is meant."""
+    """Check that each number has a range, so that -1 is accepted only on purpose."""
     for option in options:
         assert not has_bare_number(option.annotation), option
 

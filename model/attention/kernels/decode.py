@@ -29,10 +29,10 @@ def prefers(case: Case) -> bool:
     It does in bf16 with AMX and, with AVX-512, if all query heads share one key head, as in MLA,
     and there are many keys.
     """
-    q, k, *_ = case
-    if HAS_AMX and q.dtype == torch.bfloat16:
+    if HAS_AMX and case.q.dtype == torch.bfloat16:
         return False
-    is_shared = k.shape[1] == 1 and k.numel() >= MIN_SHARED_SIZE
+    key_heads = case.k.shape[1]
+    is_shared = key_heads == 1 and case.k.numel() >= MIN_SHARED_SIZE
     return not (HAS_AVX512 and is_shared)
 
 
