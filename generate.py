@@ -22,7 +22,7 @@ from inference.text import detokenize, print_texts
 from model.transformer import Transformer
 from run import compilation, errors, hardware
 from run.cli import Parser, add_batch_option, add_model_options, bounded_number, user_path
-from run.progress import say, waiting
+from run.progress import say
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilation
 
@@ -98,8 +98,7 @@ def compile_engine(engine: Engine, *, is_required: bool) -> None:
     """Compile the decode step. If that fails, exit if `is_required`, otherwise decode eagerly."""
     compilation.prepare_to_compile()
     option = "--compile false"
-    with waiting(f"compiling the decode step (to skip compilation: {option})"):
-        compilation.compile_and_run(engine.compile, is_required=is_required, option=option)
+    compilation.compile_and_run(engine.compile, "the decode step", is_required, option)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -226,5 +225,5 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` has read enough
-    with errors.report_errors():
+    with errors.hard_exit(), errors.report_errors():
         main(parse_arguments())

@@ -8,17 +8,16 @@ from time import monotonic
 
 BEFORE_IMPORTS = monotonic()
 
-import os
 import shlex
 import sys
 
 from run import distributed, errors, folder, hardware
-from run.compose import compose, help_text
+from run.compose import help_text
 from run.progress import say
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
-from training.logger import PICTURE
+from training.environment import Environment
 from training.profiling import start_profiler
 
 IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
@@ -32,32 +31,24 @@ def main(overrides: list[str]) -> None:
         return
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
-        # Report all input errors here, before the run's folder is created.
-        with errors.user_input():
-            overrides = folder.add_saved_overrides(overrides)
-            settings = compose(overrides)
-            settings, pretrained, device = setup.set_up_run(settings, overrides)
-            settings, corpus, loader = setup.load_corpus(settings, pretrained)
-            ranks = distributed.init_distributed(device)
+        # Input errors are reported here, before the run's folder is created.
+        ranks = distributed.init_distributed()
+        settings, start, device = ranks.on_rank0(setup.read_settings, overrides)
+        ranks = ranks.with_device(device)
+        settings, corpus, loader = setup.open_data(settings, start)
         hardware.prepare_for_training(device)
 
         # The folder is locked until the run ends.
         with (
-            folder.open_run_dir(settings, ranks) as run_dir,
+            folder.open_run_dir(settings, ranks, start.resumed) as run_dir,
             setup.report_machine_errors(run_dir, settings.resume),
         ):
-            run = setup.build_run(
-                settings,
-                corpus,
-                loader,
-                run_dir,
-                ranks,
-                signals,
-                clock,
-                overrides=overrides,
-                pretrained=pretrained,
-            )
-            exit_code = train(run)
+            env = Environment(settings, corpus, loader, run_dir, ranks, signals, clock)
+            run = setup.build_run(env, start)
+            try:
+                exit_code = train(run)
+            finally:
+                run.log.close()
             ranks.barrier()
     if exit_code:
         raise SystemExit(exit_code)
@@ -65,27 +56,27 @@ def main(overrides: list[str]) -> None:
 
 def train(run: setup.Run) -> int:
     """Train to the last step. Returns 0, or the exit code that a signal requests."""
-    settings = run.settings
+    env = run.env
+    settings = env.settings
     progress = run.progress
     say(setup.summary(run))
     if progress.step == 0 and settings.init_from is not None:
         run.evaluator.evaluate(progress)
     if progress.is_finished:
+        longer = f"steps={2 * progress.step}"
+        if settings.max_minutes is not None:
+            longer += " max_minutes=null"
         say(
-            f"finished: step {progress.step} of {progress.total_steps} is done. To train longer: "
-            f"{folder.resume_command(run.run_dir)} steps={2 * progress.step}"
+            f"finished: step {progress.step} is done. To train longer: "
+            f"{folder.resume_command(env.run_dir)} {longer}"
         )
-    if progress.is_complete:
-        if not (run.run_dir / PICTURE).exists():
-            run.log.plot()
-        return 0
 
     profiler = None
-    if settings.profile is not None and run.ranks.is_main:
-        profiler = start_profiler(settings.profile, run.run_dir, run.ranks.device, run.clock)
+    if settings.profile is not None and env.ranks.is_main:
+        profiler = start_profiler(settings.profile, env.run_dir, env.ranks.device, env.clock)
 
-    # The checkpoint of a step is saved before the step's sample and evaluation, so that a resumed
-    # run repeats them if they were interrupted.
+    # The checkpoint of a step is saved before the step's sample and evaluation. A resumed run makes
+    # them if they are missing in its log.
     while True:
         if progress.is_due(settings.save_every):
             run.checkpointer.save(progress)
@@ -93,29 +84,28 @@ def train(run: setup.Run) -> int:
             run.evaluator.sample(progress)
         if progress.is_due(settings.eval_every):
             run.evaluator.evaluate(progress)
-        if progress.is_finished or run.signals.agreed:
+        if progress.is_finished or env.signals.agreed:
             break
 
         take_step(run)
         if profiler is not None:
             profiler.step()
         if run.budget.fit(progress):
-            say(run.trainer.describe_rates(progress.total_steps))
+            say(run.trainer.rates.describe(progress.expected_steps))
         run.log.advance(progress, run.budget.expected_end(progress))
         if progress.is_due(settings.log_every):
             report(run)
-        run.log.mark_resume_point()
 
     # A signal has asked the run to save a checkpoint and end.
-    if run.signals.agreed:
+    if env.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()
-        say(f"step {progress.step} is saved. To continue: {folder.resume_command(run.run_dir)}")
-        return run.signals.agreed
-    run.signals.finish()
+        say(f"step {progress.step} is saved. To continue: {folder.resume_command(env.run_dir)}")
+        return env.signals.agreed
+    env.signals.finish()
     run.log.close()
     run.log.plot()
-    say(f'done. Now try: python generate.py --run {shlex.quote(str(run.run_dir))} "PROMPT"')
+    say(f'done. Now try: python generate.py --run {shlex.quote(str(env.run_dir))} "PROMPT"')
     return 0
 
 
@@ -124,8 +114,8 @@ def take_step(run: setup.Run) -> None:
     result = run.trainer.step(run.progress, run.micro_batch_size)
     run.meter.add(result, run.progress)
     run.progress.step += 1
-    run.signals.arm()  # from now on there is something to save
-    run.signals.agree(run.ranks)
+    run.env.signals.arm()  # from now on there is something to save
+    run.env.signals.agree(run.env.ranks)
 
 
 def report(run: setup.Run) -> None:
@@ -136,6 +126,5 @@ def report(run: setup.Run) -> None:
 
 
 if __name__ == "__main__":
-    # Under torchrun, gloo's destructor can hang.
-    with distributed.hard_exit("RANK" in os.environ), errors.report_errors():
+    with errors.hard_exit(), errors.report_errors():
         main(sys.argv[1:])

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from run.sealed import sha256_of
+from run.checkpoint import sha256_of
 
 ROW_SUFFIXES = (".jsonl", ".parquet", ".csv")  # each row is a document
 TEXT_SUFFIXES = (".txt", *ROW_SUFFIXES)

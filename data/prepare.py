@@ -19,9 +19,9 @@ from filelock import FileLock
 from data.corpus import Corpus
 from data.files import PART_CHARS, Part
 from data.tokenizer import Tokenizer, tokenizer_file
-from run.progress import say, waiting
+from run.checkpoint import acquire, atomic_directory, remove_leftovers, verify
+from run.progress import say
 from run.ranges import PositiveInt
-from run.sealed import acquire, atomic_directory, remove_leftovers, verify
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
 VERSION = 3
@@ -125,12 +125,12 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Build a corpus. Other processes that need it wait, if the file system supports locks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    say("preparing the text (only once)")
     # The operating system releases the lock if the process is killed. It would not release a soft
     # lock, which is only a file that exists.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
-        with waiting(f"waiting for another process that prepares a text in {folder.parent}"):
-            has_lock = acquire(lock)
+        has_lock = acquire(lock)
         if has_lock:
             # Unfinished folders are from killed processes: a running process would hold the lock.
             remove_leftovers(folder.parent)
@@ -157,7 +157,7 @@ def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) ->
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write the shards and the tokenizer to `folder`; train a tokenizer if `tokenizer` is None."""
-    with atomic_directory(folder) as staging, waiting("preparing the text (only once)"):
+    with atomic_directory(folder) as staging:
         if tokenizer is None:
             tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
         for name, content in tokenizer.files.items():

@@ -10,7 +10,6 @@ from data.corpus import Corpus
 from data.files import Paths, content_hash, describe_files, split_files
 from data.prepare import Source, dtype_of, text_hash
 from data.tokenizer import IdTokenizer, Tokenizer
-from run.progress import waiting
 from run.ranges import AtLeastTwo, NonNegativeInt
 
 # An llm.c file begins with a header of 256 int32 values, three of which are used.
@@ -69,18 +68,17 @@ class Pretokenized(Source):
 
     def corpus(self) -> Corpus:
         """Memory-map the files in place, without a copy in the cache."""
-        with waiting("checking the files of token ids"):
-            train = [self.open_bin(file) for file in self.files.train]
-            if self.files.validation:
-                validation = self.open_bin(self.files.validation[0])[: self.validation_tokens]
-            else:
-                # Cut the end off the last file.
-                count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
-                validation = train[-1][-count:]
-                train[-1] = train[-1][:-count]
-                if len(train[-1]) == 0 and len(train) > 1:
-                    train.pop()
-            identity = self.identity()
+        train = [self.open_bin(file) for file in self.files.train]
+        if self.files.validation:
+            validation = self.open_bin(self.files.validation[0])[: self.validation_tokens]
+        else:
+            # Cut the end off the last file.
+            count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
+            validation = train[-1][-count:]
+            train[-1] = train[-1][:-count]
+            if len(train[-1]) == 0 and len(train) > 1:
+                train.pop()
+        identity = self.identity()
         return Corpus(
             train=train, validation=validation, tokenizer=self.ids_of, sha256=text_hash(identity)
         )

@@ -8,9 +8,9 @@ from data.tokenizer import Tokenizer, tokenizer_file
 from inference import quantize
 from model.transformer import Transformer
 from run import checkpoint, compilation, hardware, threads
-from run.cache_folder import cache_folder
 from run.cli import DTYPES
-from run.progress import say, waiting
+from run.paths import cache_folder
+from run.progress import say
 
 
 def load(
@@ -35,8 +35,7 @@ def load(
     if dtype == "auto" and device.type == "cuda":
         is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     weight_dtype = torch.bfloat16 if is_bf16 else torch.float32
-    with waiting("loading the model"):
-        model = checkpoint.load_model(source, device, weight_dtype, context)
+    model = checkpoint.load_model(source, device, weight_dtype, context)
     if device.type == "cpu":
         if reason := threads.choose_threads():
             say(reason)

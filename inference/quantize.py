@@ -19,8 +19,8 @@ from model.cache import round_to_int8
 from model.layers import FusedPart, Linear
 from model.transformer import Transformer
 from run import hardware
-from run.progress import waiting, warn_once
-from run.sealed import sync
+from run.checkpoint import sync
+from run.progress import say, warn_once
 
 MAX_INT8_INPUTS = 2**16  # of a layer, so that sums of products of int8 numbers fit into int32
 MAX_FEW_TOKENS = 16  # up to this number, reading the weights takes longer than multiplying
@@ -58,8 +58,8 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         if not hasattr(torch.ops.attend, "matvec"):
             if compiler is None:
                 raise OSError("no C++ compiler. fix: install g++, or set CXX")
-            with waiting(f"compiling {SOURCE.name} (only once)"):
-                compile_matvec(library, compiler)
+            say(f"compiling {SOURCE.name} (only once)")
+            compile_matvec(library, compiler)
             torch.ops.load_library(library)
     except OSError as error:
         warn_once(f"cannot use {SOURCE.name}, so decoding is slower ({error})")

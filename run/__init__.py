@@ -1,4 +1,10 @@
-"""Support for runs: config, folder, checkpoints, device, processes and errors."""
+"""Support for runs, in four subjects.
+
+settings   compose, settings, ranges, instantiate, cli
+storage    folder, checkpoint, paths
+machine    hardware, distributed, compilation, threads
+terminal   errors, progress, signals
+"""
 
 from pathlib import Path
 

@@ -1,37 +1,42 @@
-"""Write, prune, find, verify and read the checkpoints of a run.
+"""The checkpoints of a run: folders that are either complete or absent after a crash.
 
-A checkpoint is a folder that is either complete or absent (run/sealed.py):
 step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manifest.json
 (or tokenizer.json and its configs)
+
+A folder is written under another name, synced to disk, and then renamed. Its manifest lists the
+SHA-256 of every file. Prepared text is stored in the same way. See docs/reliability.md.
 """
 
 import errno
 import json
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import file_digest
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.types import Device
 
-from run import sealed
-from run.errors import IntegrityError, without_fix
+from run.distributed import shard_like
+from run.errors import UNSUPPORTED, IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
 from run.paths import run_path
-from run.progress import say
-from run.sharding import shard_like
+from run.progress import say, warn_once
 
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
+UNFINISHED = ".tmp-"  # begins the names of folders that are being written or removed
 # Exceptions that can be raised while untrusted content is parsed, or while a model is built from
 # it. Any other exception is a bug in this program.
 UNREADABLE = (
@@ -51,13 +56,124 @@ STATE = ("state.pt",)  # not read where only the model is needed
 FIX = "use an older checkpoint, or start a new run in a different folder"
 
 
-def prepare_run(run: Path, resume: bool) -> Path | None:
-    """Remove the leftovers of a crash, and return the checkpoint to resume from, if any."""
-    sealed.remove_leftovers(run / "checkpoints")
-    newest = newest_checkpoint(run) if resume else None
-    if newest is not None:
-        prune(newest)
-    return newest
+# Folders that are complete or absent.
+
+
+@contextmanager
+def atomic_directory(folder: Path) -> Iterator[Path]:
+    """Yield an empty directory to write files to, and rename it to `folder` at the end.
+
+    `folder` must not exist yet. If anything fails before that, no directory is left behind.
+    """
+    assert not folder.exists()
+    staging = folder.with_name(UNFINISHED + folder.name)
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+
+        # The files, and the manifest that lists them, must reach the disk first, ...
+        hashes = {}
+        for path in sorted(staging.iterdir()):
+            sync(path)
+            hashes[path.name] = sha256_of(path)
+        content = json.dumps({"name": folder.name, "files": hashes}, indent=1)
+        manifest = staging / "manifest.json"
+        manifest.write_text(content, encoding="utf-8")
+        sync(manifest)
+
+        # ... then their names in the directory, and only then does the directory get its name.
+        sync(staging)
+        staging.rename(folder)
+        sync(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        # Python does not name a file that cannot be written or synced.
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk; warn where that is not supported."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        # A directory above the run may belong to a different user and be unreadable.
+        is_unreadable = error.errno == errno.EACCES and path.is_dir()
+        if error.errno not in UNSUPPORTED and not is_unreadable:
+            raise
+        warn_once("files cannot be synced to disk here: a power cut may lose the newest checkpoint")
+
+
+def acquire(lock: FileLock) -> bool:
+    """Acquire a lock; warn and return False on a file system without locks.
+
+    Raises Timeout if the lock is non-blocking and another process holds it.
+    """
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once("files cannot be locked here: do not let two processes write to a folder")
+        return False
+    return True
+
+
+def verify(
+    folder: Path, fix: str, *, may_be_renamed: bool = False, unread: Collection[str] = ()
+) -> dict[str, str]:
+    """Verify a folder by its manifest, and return the SHA-256 of each file by name.
+
+    Files named `unread`, which the caller does not read, are not read here either. Raises
+    IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a network
+    disk has disappeared, which says nothing about the files.
+    """
+    try:
+        # A damaged manifest is not valid JSON, lacks a key, or has a wrong name or hash. Earlier
+        # versions appended the manifest's own hash, which is skipped.
+        content = (folder / "manifest.json").read_text(encoding="utf-8")
+        manifest, _ = json.JSONDecoder().raw_decode(content)
+        if manifest["name"] != folder.name and not may_be_renamed:
+            raise ValueError(f"the folder was renamed from {manifest['name']}")
+        for name, digest in manifest["files"].items():
+            if name not in unread and sha256_of(folder / name) != digest:
+                raise ValueError(f"damaged file {name}")
+        return manifest["files"]
+    except OSError as error:
+        if error.errno in (errno.ESTALE, errno.ENOTCONN):  # a network disk has disappeared
+            raise
+        problem = error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = error
+    raise IntegrityError(f"{problem} (in {folder}). fix: {fix}")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder. It loses its name first, so that no crash leaves it there incomplete."""
+    unfinished = folder.with_name(UNFINISHED + folder.name)
+    folder.rename(unfinished)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the unfinished folders that a crash left in `parent`."""
+    for leftover in parent.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# The checkpoints of a run.
 
 
 def save(
@@ -74,7 +190,7 @@ def save(
     complete. Raises OSError if the disk rejects the write.
     """
     path = run / "checkpoints" / f"step-{step:08d}"
-    with sealed.atomic_directory(path) as staging:
+    with atomic_directory(path) as staging:
         write_weights(staging / "model.safetensors", weights)
         torch.serialization.set_crc32_options(False)  # the manifest has a better checksum
         try:
@@ -88,8 +204,8 @@ def save(
             (staging / name).write_bytes(content)
     # The entries in the parent folders must also reach the disk.
     for folder in (run, run.parent):
-        sealed.sync(folder)
-    prune(path)
+        sync(folder)
+    prune(path.parent)
     return path
 
 
@@ -102,13 +218,26 @@ def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
         raise OSError(errno.EIO, str(error), str(file)) from None
 
 
-def prune(newest: Path) -> None:
-    """Keep the last NUM_KEPT checkpoints up to `newest`; rename later ones, which are damaged."""
+def begin_at(newest: Path) -> None:
+    """Rename the checkpoints after `newest`, which are damaged: their steps are saved again.
+
+    Raises ValueError if another process has saved one in the meantime.
+    """
     for path in newest.parent.glob(STEPS):
         if path > newest:
-            path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
-    for path in sorted(newest.parent.glob(STEPS))[:-NUM_KEPT]:
-        sealed.remove(path)
+            try:
+                verify(path, FIX)
+            except IntegrityError:
+                path.rename(path.with_name(f"damaged-{time.time_ns()}-{path.name}"))
+            else:
+                raise ValueError(f"another process has saved {path}. fix: run the command again")
+    prune(newest.parent)
+
+
+def prune(checkpoints: Path) -> None:
+    """Keep the last NUM_KEPT checkpoints in a folder."""
+    for path in sorted(checkpoints.glob(STEPS))[:-NUM_KEPT]:
+        remove(path)
 
 
 def newest_checkpoint(run: Path, unread: Collection[str] = ()) -> Path | None:
@@ -119,7 +248,7 @@ def newest_checkpoint(run: Path, unread: Collection[str] = ()) -> Path | None:
     checkpoints = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in checkpoints:
         try:
-            sealed.verify(checkpoint, FIX, unread=unread)
+            verify(checkpoint, FIX, unread=unread)
             return checkpoint
         except IntegrityError as error:
             say(f"warning: skipping a damaged checkpoint: {without_fix(error)}")
@@ -147,7 +276,7 @@ def find_model(path: Path | str | None) -> Path:
     path = run_path(os.path.expanduser(path))
     if (path / "manifest.json").exists():
         # The user chose this folder, so it may be a renamed copy, or a link.
-        sealed.verify(path.resolve(), FIX, may_be_renamed=True, unread=STATE)
+        verify(path.resolve(), FIX, may_be_renamed=True, unread=STATE)
         return path
     checkpoint = newest_checkpoint(path, unread=STATE)
     if checkpoint is not None:
@@ -159,6 +288,9 @@ def find_model(path: Path | str | None) -> Path:
         call = shlex.join(["python", "-m", "tools.import_hf", str(path), "--out", "models/NAME"])
         problem += f". fix: {call}"
     raise ValueError(problem)
+
+
+# What a checkpoint holds.
 
 
 @contextmanager
@@ -229,6 +361,11 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
         if not is_zipfile(file):
             raise ValueError("not a zip file")  # torch would also read older formats
         state = torch.load(file, map_location="cpu", weights_only=True)
+        missing = sorted({*needed} - {*state})
+        if missing:
+            raise ValueError(
+                f"without {', '.join(missing)}, so another version may have written it"
+            )
         return {key: state[key] for key in needed}
 
 

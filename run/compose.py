@@ -75,6 +75,11 @@ def compose(overrides: list[str]) -> Settings:
             raise OverrideError(composing_problem(error, words)) from None
     for part in PARTS:
         del keys[part]
+    # Learning rates are scaled only for randomly initialized weights.
+    names = [word.lstrip("+~") for word in overrides]
+    gives_reference = any(name.startswith("optimizer.reference") for name in names)
+    if keys["init_from"] is not None and "reference" in keys["optimizer"] and not gives_reference:
+        keys["optimizer"]["reference"] = None
     # A run given by name is stored in the config as a path.
     for key in ("init_from", "distill"):
         value = keys[key]

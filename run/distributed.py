@@ -1,18 +1,17 @@
-"""The processes of one run: a single process, or the processes that torchrun starts."""
+"""The processes of one run: a single process, or the processes that torchrun starts.
+
+A tensor is whole, or FSDP shards it over the processes (DTensor).
+"""
 
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from run import errors
-from run.sharding import full_tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,13 @@ class DistEnv:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def with_device(self, device: torch.device) -> "DistEnv":
+        """Return this process with its device; each process of torchrun uses a GPU of its own."""
+        if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        return replace(self, device=device)
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -79,49 +85,42 @@ class DistEnv:
         return result
 
 
-def init_distributed(device: torch.device) -> DistEnv:
+def init_distributed() -> DistEnv:
     """Join the process group that torchrun describes in the environment, if any; else run alone.
 
-    Raises ValueError if torchrun started more processes than this machine has GPUs, or if the
-    device is MPS, which torch.distributed does not support.
+    Until `with_device`, the device is the CPU.
     """
+    cpu = torch.device("cpu")
     if "RANK" not in os.environ:
-        return DistEnv(0, 1, device)
-    if device.type == "mps":
-        raise ValueError(
-            "torchrun cannot train on MPS. fix: run train.py without torchrun, or use device=cpu"
-        )
-    backend = "gloo"
-    if device.type == "cuda":
-        num_gpus = torch.cuda.device_count()
-        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_processes > num_gpus:
-            raise ValueError(
-                f"torchrun started {num_processes} processes, but this machine has {num_gpus} "
-                f"GPU(s). fix: torchrun --nproc_per_node={num_gpus}"
-            )
-        backend = "cpu:gloo,cuda:nccl"
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend)
-    return DistEnv(dist.get_rank(), dist.get_world_size(), device)
+        return DistEnv(0, 1, cpu)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return DistEnv(dist.get_rank(), dist.get_world_size(), cpu)
 
 
-@contextmanager
-def hard_exit(is_needed: bool = True) -> Iterator[None]:
-    """If `is_needed`, exit through os._exit, with the exit code that the process would have had."""
-    if not is_needed:
-        yield
-        return
-    exit_code = errors.BUG
-    try:
-        yield
-        exit_code = 0
-    except SystemExit as exit_request:
-        exit_code = exit_request.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+def is_sharded(x: Tensor) -> bool:
+    """Return whether x is a DTensor."""
+    # Importing DTensor is slow, and without a process group no DTensor exists.
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """Gather a sharded x from all ranks, which must all call this; return any other x unchanged."""
+    if is_sharded(x):
+        return x.full_tensor()
+    return x
+
+
+def shard_like(x: Tensor, target: Tensor) -> Tensor:
+    """Move x to the device of `target`, and shard it like `target`. All ranks pass the whole x."""
+    assert x.shape == target.shape
+    x = x.to(target.device)
+    if not is_sharded(target):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without a source rank, each rank takes its shard from its own x, and nothing is sent.
+    return distribute_tensor(x, target.device_mesh, target.placements, src_data_rank=None)

@@ -6,6 +6,7 @@ A bug is not an expected problem: it shows a traceback.
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, NoReturn
@@ -36,10 +37,6 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EO
 
 class IntegrityError(Exception):
     """A file on disk differs from the file that was written."""
-
-
-class HardExit(SystemExit):
-    """Ends the command after all cleanup, but without waiting for threads; see `report_errors`."""
 
 
 class OverrideError(Exception):
@@ -94,9 +91,6 @@ def report_errors() -> Iterator[None]:
     try:
         yield
         flush(sys.stdout)
-    except HardExit as exit_request:
-        flush_all()
-        os._exit(exit_request.code)
     except IntegrityError as error:
         exit_with(INTEGRITY, error)
     except OverrideError as error:
@@ -110,6 +104,25 @@ def report_errors() -> Iterator[None]:
         exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
     finally:
         flush_all()
+
+
+@contextmanager
+def hard_exit() -> Iterator[None]:
+    """Exit through os._exit, with the exit code that the process would have had.
+
+    An ordinary exit would wait for compiler threads and, under torchrun, for gloo's destructor.
+    """
+    exit_code = BUG
+    try:
+        yield
+        exit_code = 0
+    except SystemExit as exit_request:
+        exit_code = exit_request.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush_all()
+        os._exit(exit_code)
 
 
 def flush(stream: IO | None) -> None:

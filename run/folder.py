@@ -1,162 +1,141 @@
-"""The folder of a run: how it is chosen, and the lock that excludes other processes."""
+"""The folder of a run: how it is chosen and locked, and what may change when it is resumed."""
 
 import os
 import shlex
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
-from run import errors, sealed
-from run.checkpoint import STEPS, load_config
+from run import checkpoint, errors
+from run.compose import PARTS, compose, original_of
 from run.distributed import DistEnv
-from run.errors import IntegrityError
-from run.progress import say, warn_once
 from run.settings import Settings, as_typed, flatten
 
 RUNS = Path("runs")
 
-# A run cannot be resumed with different values for these keys. All other keys may change, and the
-# changes are reported. `text` is the SHA-256 of the text, and `row_order` is the version of the
-# order in which its rows are read.
-FIXED_ON_RESUME = (
-    "model.",
-    "optimizer._target_",
-    "text",
-    "row_order",
-    "seed",
-    "context",
-    "batch_tokens",
-    "document_mask",
+# Keys and groups of keys that may change when a run is resumed. All others are refused: those of its
+# model, its batches and its loss, except the place of its text and teacher.
+RESUMABLE = (
+    "data.path",
+    "distill",
+    "steps",
+    "tokens_per_parameter",
+    "max_minutes",
+    "max_epochs",
+    "micro_batch",
+    "clip",
+    "optimizer",
+    "schedule",
+    "device",
+    "precision",
+    "compile",
+    "sharded",
+    "activation_checkpointing",
+    "eval_every",
+    "eval_tokens",
+    "save_every",
+    "sample_every",
+    "log_every",
+    "profile",
+    "wandb",
 )
-# Files that a run writes before its first step.
-FIRST_FILES = (".lock", "config.yaml", "metrics.jsonl", "samples.txt")
-# Keys that do not affect any result, so changes to them are not reported.
-IGNORED_ON_RESUME = ("name", "run_dir", "resume", "wandb", "profile", "overrides")
+NOT_SETTINGS = ("machine", "text", "row_order")  # other keys of a checkpoint's config
 
 
-@contextmanager
-def open_run_dir(settings: Settings, ranks: DistEnv) -> Iterator[Path]:
-    """Create and lock the folder of a run on rank 0, and yield it on all ranks.
+def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Settings, list[str]]:
+    """Return the settings of a resumed run, and a line for each key that `overrides` change.
 
-    The folder is `run_dir`, or else the next free runs/name.
-
-    On exit, a new folder is removed if the run has not logged any metrics yet.
-
-    Exits with code 2 if the folder is in use or has other files, if it has a run but resume=false,
-    or if it does not exist but resume=true. Exits with code 74 if it cannot be created.
+    They are the settings `saved` in its newest checkpoint. A key in `overrides` with its saved
+    value is no change, so a command can be repeated with resume=true. Raises ValueError for a
+    change of a key that is not RESUMABLE.
     """
-    run, is_new = ranks.on_rank0(choose_run_dir, settings)
-    # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
-    # which relies on the existence of a file, would remain.
-    lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
+    # The rates of a run that began with `init_from` are not scaled, even if it is not repeated.
+    began = [] if saved.get("init_from") is None else [f"init_from={saved['init_from']}"]
+    typed = by_name(compose([*began, *overrides]).model_dump())
+    then = by_name(saved)
+    changed = []
+    for key in keys_set_by(overrides, then | typed):
+        is_same = typed.get(key) == then.get(key) or key in ("run_dir", "resume")
+        if key in ("init_from", "distill") and then.get(key) and typed[key]:
+            is_same = is_in_run(then[key], typed[key])
+        if not is_same:
+            changed.append(key)
+
+    changes = {}
+    for key in changed:
+        changes[key] = f"{key} (was {as_typed(then.get(key))}, now {as_typed(typed.get(key))})"
+    refused = []
+    for key in changed:
+        is_allowed = key in RESUMABLE or key.partition(".")[0] in RESUMABLE
+        if not is_allowed or key == "optimizer._target_":
+            refused.append(changes[key])
+    if refused:
+        raise ValueError(
+            f"a resumed run cannot change {', '.join(refused)}. fix: leave this out; or start a "
+            "new run, without run_dir and resume, for example from these weights: "
+            f"{shlex.quote(f'init_from={run}')}"
+        )
+
+    # Set the changed keys; remove those that the typed preset of a group does not have.
+    tree = {key: deepcopy(value) for key, value in saved.items() if key not in NOT_SETTINGS}
+    for key in changed:
+        group, _, option = key.rpartition(".")
+        branch = tree
+        for name in group.split(".") if group else []:
+            branch[name] = branch.get(name) or {}  # optimizer.reference may be null
+            branch = branch[name]
+        branch.pop(option, None)
+        if key in typed:
+            branch[option] = typed[key]
     try:
-        ranks.on_rank0(lock_run_dir, run, lock, settings.resume)
-        yield run
-    finally:
-        if is_new and lock.is_locked:
-            remove_if_unused(run)
-        lock.release()
+        return Settings(**tree | {"run_dir": str(run), "resume": True}), [*changes.values()]
+    except ValidationError as error:
+        keys = ", ".join(sorted({str(problem["loc"][0]) for problem in error.errors()}))
+        raise ValueError(
+            f"{run} was trained by another version of this program, with other keys ({keys}). "
+            f"fix: resume it with that version, or start a new run from its weights: "
+            f"{shlex.quote(f'init_from={run}')}"
+        ) from None
 
 
-def check_before_text(settings: Settings) -> None:
-    """Check a run's folder before preparing the text; report if there is no run to resume.
+def is_in_run(saved: str, typed: str) -> bool:
+    """Whether a saved checkpoint is of the run that is typed as a path or a name of runs/.
 
-    Raises ValueError if `run_dir` cannot be used for training, or is missing with resume=true.
+    False if the run has pruned the checkpoint. `init_from` is saved as a path that may be gone.
     """
-    if settings.run_dir is not None:
-        run = Path(os.path.expanduser(settings.run_dir))
-        check_run_dir(run, settings.resume)
-        if settings.resume and not has_checkpoint(run):
-            say(f"nothing to resume: {run} has no checkpoint. Starting a new run there")
-    elif settings.resume:
-        saved = [*RUNS.glob(f"*/checkpoints/{STEPS}")]
-        newest = max(saved, key=os.path.getmtime).parents[1] if saved else RUNS / "NAME"
-        raise ValueError(f"resume=true needs the folder of the run. fix: run_dir={newest}")
+    is_inside = any(Path(saved).is_relative_to(run) for run in (typed, Path("runs", typed)))
+    is_pruned = Path(saved).parent.name == "checkpoints" and not Path(saved).exists()
+    return is_inside and not is_pruned
 
 
-def choose_run_dir(settings: Settings) -> tuple[Path, bool]:
-    """Choose a run's folder, and create it if missing; return the folder and whether it is new."""
-    with report_folder_errors():
-        if settings.run_dir is not None:
-            run = Path(os.path.expanduser(settings.run_dir))
-            check_run_dir(run, settings.resume)
-            is_new = not run.exists()
-            run.mkdir(parents=True, exist_ok=True)
-            return run, is_new
-        return create_run_dir(settings.name), True
+def by_name(tree: dict) -> dict[str, object]:
+    """Return the values of a config by the names that overrides use, such as attention.kv_heads."""
+    values = {}
+    for key, value in flatten(tree):
+        original = original_of(key)
+        if original is None:
+            values[key] = value
+        elif original.partition(".")[0] in PARTS:
+            values[original] = value
+    return values
 
 
-def remove_if_unused(run: Path) -> None:
-    """Remove a folder that contains only FIRST_FILES, and no metrics yet."""
-    names = {path.name for path in run.glob("*")}
-    metrics = run / "metrics.jsonl"
-    has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    if names <= set(FIRST_FILES) and not has_metrics:
-        shutil.rmtree(run, ignore_errors=True)
-
-
-def lock_run_dir(run: Path, lock: FileLock, resume: bool) -> None:
-    """Acquire the lock of a folder; unless `resume`, check that the folder has no run."""
-    with report_folder_errors():
-        try:
-            if not sealed.acquire(lock):
-                warn_once(
-                    f"the file system of {run} does not support locks: do not start two runs in "
-                    "the same folder"
-                )
-        except Timeout:
-            raise ValueError(
-                f"another process is training in this folder (run_dir={run}). fix: wait, or "
-                "choose a different run_dir"
-            ) from None
-        check_run_dir(run, resume)
-
-
-@contextmanager
-def report_folder_errors() -> Iterator[None]:
-    """Exit with code 2 for a ValueError raised inside, and with code 74 for an OSError."""
-    with errors.user_input():
-        try:
-            yield
-        except OSError as error:
-            errors.exit_with(
-                errors.STORAGE,
-                f"cannot write to the run folder ({error.filename or ''}: {error.strerror}). fix: "
-                "choose a different run_dir, or free disk space",
-            )
-
-
-def add_saved_overrides(overrides: list[str]) -> list[str]:
-    """Prepend a run's saved overrides to `overrides`, which include `run_dir=RUN resume=true`.
-
-    Overrides that the user adds replace saved overrides of the same key or group. Returns
-    `overrides` unchanged if there is no run to resume.
-    """
-    given = {}
+def keys_set_by(overrides: list[str], keys: Iterable[str]) -> list[str]:
+    """Return the `keys` that the overrides set by name, by group or by experiment."""
+    names = []
     for word in overrides:
-        key, _, value = word.lstrip("+~").partition("=")
-        given[key] = value.strip("\"'")
-    if given.get("resume", "").lower() != "true" or given.get("run_dir", "null") == "null":
-        return overrides
-    run = Path(os.path.expanduser(given["run_dir"]))
-    if not has_checkpoint(run):
-        return overrides
-    with suppress(IntegrityError):  # reported when the run is restored
-        saved = newest_config(run).get("overrides", [])
-        kept = [
-            word for word in saved if not is_replaced(word.lstrip("+~").partition("=")[0], given)
-        ]
-        return kept + overrides
-    return overrides
-
-
-def is_replaced(key: str, given: Collection[str]) -> bool:
-    """Return whether `given` has the key or its group, such as schedule for schedule.floor."""
-    return key in given or key.partition(".")[0] in given
+        name = word.lstrip("+~").partition("=")[0]
+        names.append(name)
+        if name == "experiment":
+            default = by_name(compose([]).model_dump())
+            chosen = by_name(compose([word]).model_dump())
+            names += [key for key in default | chosen if default.get(key) != chosen.get(key)]
+    return [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in names)]
 
 
 def resume_command(run: Path) -> str:
@@ -165,12 +144,18 @@ def resume_command(run: Path) -> str:
     return f"{program} {shlex.quote(f'run_dir={run}')} resume=true"
 
 
-def check_run_dir(run: Path, resume: bool) -> None:
-    """Raise ValueError if a folder has other files, or if it has a run and `resume` is false.
+def given_run_dir(settings: Settings) -> Path | None:
+    """Return the folder given by `run_dir`; None if runs/name is to be used.
 
-    With `resume`, the folder must exist.
+    Raises ValueError if the folder has other files, has a run although resume=false, or does not
+    exist although resume=true.
     """
-    if resume and not run.exists():
+    if settings.run_dir is None:
+        if settings.resume:
+            raise ValueError("resume=true needs the folder of the run. fix: run_dir=runs/NAME")
+        return None
+    run = Path(os.path.expanduser(settings.run_dir))
+    if settings.resume and not run.exists():
         raise ValueError(
             f"nothing to resume (run_dir={run} does not exist). fix: set run_dir to an existing "
             "run, or leave resume out to start a run there"
@@ -180,48 +165,84 @@ def check_run_dir(run: Path, resume: bool) -> None:
         raise ValueError(
             f"the folder contains files but no run (run_dir={run}). fix: choose a different run_dir"
         )
-    if has_checkpoint(run) and not resume:
+    if has_checkpoint(run) and not settings.resume:
         raise ValueError(
             f"the folder already contains a run (run_dir={run}). fix: resume=true, or choose a "
             "different run_dir"
         )
-
-
-def newest_config(run: Path) -> dict:
-    """Return the config in a run's newest checkpoint. Raises IntegrityError if it is damaged."""
-    return load_config(max(run.glob(f"checkpoints/{STEPS}")))
-
-
-def changes_since(then: dict, now: dict) -> tuple[list[str], list[str]]:
-    """List the changes between two configs of a run, and the changes that prevent resuming it."""
-    then = dict(flatten(then))
-    now = dict(flatten(now))
-    changed = []
-    refused = []
-    for key in then | now:
-        # A missing key equals a key that is off (null, false, 0), so an option that was added to
-        # the program after the run began is not a change while it is off.
-        differs = (then.get(key) or None) != (now.get(key) or None)
-        if differs and not key.startswith(IGNORED_ON_RESUME):
-            values = (as_typed(then.get(key)), as_typed(now.get(key)))
-            change = f"{key} (was {values[0]}, now {values[1]})"
-            changed.append(change)
-            if key.startswith(FIXED_ON_RESUME):
-                refused.append(change)
-    return changed, refused
+    return run
 
 
 def has_checkpoint(run: Path) -> bool:
-    return any(run.glob(f"checkpoints/{STEPS}"))
+    return any(run.glob(f"checkpoints/{checkpoint.STEPS}"))
 
 
-def create_run_dir(name: str) -> Path:
-    """Create the first folder of runs/name, runs/name-2 and so on that does not exist."""
-    RUNS.mkdir(exist_ok=True)
-    run = RUNS / name
-    for number in count(2):
-        # Another process may create it at the same time, so mkdir() decides whether it is new.
-        with suppress(FileExistsError):
-            run.mkdir()
+@contextmanager
+def open_run_dir(settings: Settings, ranks: DistEnv, resumed: Path | None = None) -> Iterator[Path]:
+    """Create and lock the folder of a run on rank 0, and yield it on all ranks.
+
+    The folder is `run_dir`, or else the next free runs/name. `resumed` is the checkpoint that the
+    run continues. Exits with code 2 if the folder is in use or cannot be used, and with code 74 if
+    it cannot be written to.
+    """
+    run = ranks.on_rank0(create_run_dir, settings)
+    # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
+    # which relies on the existence of a file, would remain.
+    lock = FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
+    try:
+        ranks.on_rank0(lock_run_dir, run, lock, resumed)
+        yield run
+    finally:
+        lock.release()
+
+
+@errors.user_input()
+def create_run_dir(settings: Settings) -> Path:
+    """Create `run_dir`, or else the first folder of runs/name, runs/name-2 and so on that is new."""
+    run = given_run_dir(settings)
+    with report_unwritable():
+        if run is not None:
+            run.mkdir(parents=True, exist_ok=True)
             return run
-        run = RUNS / f"{name}-{number}"
+        RUNS.mkdir(exist_ok=True)
+        run = RUNS / settings.name
+        for number in count(2):
+            # Another process may create it at the same time, so mkdir() decides whether it is new.
+            with suppress(FileExistsError):
+                run.mkdir()
+                return run
+            run = RUNS / f"{settings.name}-{number}"
+
+
+@errors.user_input()
+def lock_run_dir(run: Path, lock: FileLock, resumed: Path | None) -> None:
+    """Acquire the lock of a run's folder, and remove what a crash left there."""
+    with report_unwritable():
+        try:
+            checkpoint.acquire(lock)
+        except Timeout:
+            raise ValueError(
+                f"another process is training in this folder (run_dir={run}). fix: wait, or "
+                "choose a different run_dir"
+            ) from None
+    # Another process may have trained there since the settings were read.
+    if resumed is None and has_checkpoint(run):
+        raise ValueError(
+            f"the folder already contains a run (run_dir={run}). fix: run the command again"
+        )
+    checkpoint.remove_leftovers(run / "checkpoints")
+    if resumed is not None:
+        checkpoint.begin_at(resumed)
+
+
+@contextmanager
+def report_unwritable() -> Iterator[None]:
+    """Exit with code 74 for an OSError raised inside."""
+    try:
+        yield
+    except OSError as error:
+        errors.exit_with(
+            errors.STORAGE,
+            f"cannot write to the run folder ({error.filename or ''}: {error.strerror}). fix: "
+            "choose a different run_dir, or free disk space",
+        )

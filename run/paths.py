@@ -1,4 +1,4 @@
-"""Resolve run names and paths that users type."""
+"""Where runs are, and where commands keep what they can recreate."""
 
 import os
 from pathlib import Path
@@ -12,3 +12,13 @@ def run_path(path: Path | str) -> Path:
     if not os.path.exists(path) and os.path.exists(named):
         return named
     return path
+
+
+def cache_folder() -> Path:
+    """Return the folder for prepared text and compiled code.
+
+    It is $ATTEND_CACHE, or else attend/ in the user's cache folder.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("ATTEND_CACHE") or f"{user_cache}/attend"
+    return Path(os.path.expanduser(folder)).absolute()

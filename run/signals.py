@@ -20,24 +20,13 @@ class Signals:
     """Inside `with`, a signal ends the process at once; between `arm` and `finish`, it is recorded.
 
     A second Ctrl-C ends a single process at once, but not under torchrun, which may send its
-    processes the same Ctrl-C twice. `notice` is printed when a signal is recorded, `warning` after
-    it if a second Ctrl-C ends the process, and `problem` when that happens.
+    processes the same Ctrl-C twice.
     """
 
-    def __init__(
-        self,
-        notice: str = "saving after this step",
-        warning: str = "a second Ctrl-C stops without saving",
-        problem: str = "stopped immediately: the steps since the last checkpoint are lost. fix: run "
-        "the command again with resume=true",
-    ):
-        self.notice = notice
-        self.warning = warning
-        self.problem = problem
+    def __init__(self):
         self.received = 0  # the exit code requested by a signal to this process; 0 without one
         self.agreed = 0  # the exit code that all ranks have agreed on
         self.is_armed = False
-        self.is_finished = False
         self.previous_handlers = {}
 
     def __enter__(self) -> "Signals":
@@ -59,7 +48,6 @@ class Signals:
     def finish(self) -> None:
         """Let signals end the process at once again, now that the last step is saved."""
         self.is_armed = False
-        self.is_finished = True
 
     def agree(self, ranks: DistEnv) -> int:
         """Agree on the exit code that a signal to any rank has requested; 0 without a signal.
@@ -72,24 +60,10 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            problem = (
-                "stopped before the first step finished: nothing is lost. fix: run the command "
-                "again"
-            )
-            if self.is_finished:
-                problem = (
-                    "stopped after the last step, which is saved. fix: run the command again with "
-                    "resume=true to complete the logs"
-                )
-            elif is_repeated:
-                problem = self.problem
-            errors.exit_with(EXIT_CODES[number], problem)
-        # The handler may have interrupted a print, so it must not print.
+            errors.exit_with(EXIT_CODES[number], "stopped without saving")
+        # The handler may have interrupted a print, so it must not print. A closed terminal or pipe
+        # must not keep the run from saving.
         if self.received == 0:
             self.received = EXIT_CODES[number]
-            message = self.notice
-            if "RANK" not in os.environ:
-                message += f"; {self.warning}"
-            # A closed terminal or pipe must not keep the run from saving.
             with suppress(OSError):
-                os.write(2, f"\n{message}\n".encode())
+                os.write(2, b"\nsaving after this step\n")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,7 +35,7 @@ from inference.batch import Sequence
 from inference.engine import Engine
 from inference.sampling import sample
 from model.build import build_model
-from run import checkpoint, progress
+from run import checkpoint, errors
 from run.compose import compose
 from run.distributed import DistEnv
 from run.instantiate import instantiate
@@ -48,6 +48,7 @@ from tools.compare import jobs
 from train import take_step
 from training import logger, setup
 from training.clock import Clock
+from training.environment import Environment
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -81,8 +82,6 @@ close = torch.testing.assert_close
 greedy = partial(sample, temperature=0)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# On a slow machine, messages about long waits would appear in the output that tests check.
-progress.PATIENCE = LONG
 # A shell makes background commands ignore SIGINT, which the tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -329,6 +328,7 @@ def command(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
     monkeypatch.setattr(setup, "cache_folder", lambda: Path(".cache"))  # of text
+    monkeypatch.setattr(errors, "hard_exit", nullcontext)
 
     def run(file: str, *arguments: str) -> Result:
         capfd.readouterr()
@@ -401,6 +401,7 @@ def finished(tmp_path_factory) -> Path:
         patch.chdir(folder)
         patch.setattr(setup, "cache_folder", lambda: Path(".cache"))
         patch.setattr(sys, "argv", ["train.py", *TINY, *SHORT, *text])
+        patch.setattr(errors, "hard_exit", nullcontext)
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     return folder
 
@@ -451,8 +452,10 @@ def run_of(tmp_path, story, prepared):
         run_dir = tmp_path / (folder or f"run{len(list(tmp_path.iterdir()))}")
         run_dir.mkdir(exist_ok=True)
         ranks = DistEnv(0, 1, torch.device(settings.device))
+        start = setup.Start(checkpoint.newest_checkpoint(run_dir) if settings.resume else None)
         clock = Clock(monotonic())
-        return setup.build_run(settings, corpus, loader, run_dir, ranks, Signals(), clock)
+        env = Environment(settings, corpus, loader, run_dir, ranks, Signals(), clock)
+        return setup.build_run(env, start)
 
     return build
 
@@ -471,14 +474,14 @@ class FirstBatch(Loader):
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
     """Overfit one batch; return its losses in nats, which fall in fp32 and bf16 for all seeds."""
     sizes = {
-        "context": run.settings.context,
+        "context": run.env.settings.context,
         "batch_size": run.trainer.loader.batch_size,
         "seed": run.trainer.loader.seed,
     }
-    run.trainer.loader = FirstBatch(run.corpus.train, **sizes)
+    run.trainer.loader = FirstBatch(run.env.corpus.train, **sizes)
     losses = []
     for _ in range(steps):
         run.meter.loss_sum.zero_()
         take_step(run)
-        losses.append(run.meter.loss_sum[0].item() / run.settings.batch_tokens)
+        losses.append(run.meter.loss_sum[0].item() / run.env.settings.batch_tokens)
     return losses

@@ -22,7 +22,7 @@ from model.attention.kernels.choose import KERNELS, choose
 from model.attention.kernels.definition import HAS_AMX, Case, ScoreOptions
 from model.cache import round_to_int8
 from run import compilation, hardware
-from run.cache_folder import cache_folder
+from run.paths import cache_folder
 from run.progress import say
 
 NUM_TURNS = 15

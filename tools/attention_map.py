@@ -21,7 +21,6 @@ from model.attention.kernels.choose import AttentionKernel
 from model.transformer import Transformer
 from run import errors
 from run.cli import Parser, add_model_options, user_path
-from run.progress import waiting
 
 MAX_LABELED = 32  # prompts with up to this many tokens have axes labeled with their tokens
 SQUARE = 3.0  # inches
@@ -36,7 +35,7 @@ def main() -> None:
     )
     add_model_options(parser)
     args = parser.parse_args()
-    with errors.user_input(), waiting("plotting each head"):
+    with errors.user_input():
         model, tokenizer, name = load(args.run, args.device, args.dtype)
         (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
         maps = attention_weights(model, sequence.tokens)

@@ -37,16 +37,19 @@ from inference import quantize
 from inference.engine import Engine
 from model.build import build_model
 from run import compilation, errors, hardware
-from run.cache_folder import cache_folder
 from run.cli import Parser
 from run.compose import compose
 from run.distributed import DistEnv
-from run.progress import say, waiting
+from run.paths import cache_folder
+from run.progress import say
 from run.settings import Settings
+from run.signals import Signals
 from tools.attention_bench import compare_kernels
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
 from training.budget import planned_steps
+from training.clock import Clock
+from training.environment import Environment
 from training.memory import choose_micro_batch
 from training.setup import check_buildable
 from training.steps import Progress
@@ -104,18 +107,17 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     turns = {name: [] for name in workers}
     ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
     advice = f"{kind}: the first turns compile, unless compile=false"
-    with waiting(advice, (NUM_TURNS + 1) * len(workers)) as bar:
-        for number in range(NUM_TURNS + 1):
-            for name, worker in workers.items():
-                say(f"turn {number} of {NUM_TURNS}: {name}")
-                turn = request_turn(name, worker)
-                say(f"    {turn['seconds']:.3f} s")
-                turns[name].append(turn)
-                bar.update()
-            if kind == "train":
-                ceiling = max(ceiling, measure_ceiling(device, precision))
-            else:
-                ceiling = max(ceiling, measure_bandwidth(device))
+    say(advice)
+    for number in range(NUM_TURNS + 1):
+        for name, worker in workers.items():
+            say(f"turn {number} of {NUM_TURNS}: {name}")
+            turn = request_turn(name, worker)
+            say(f"    {turn['seconds']:.3f} s")
+            turns[name].append(turn)
+        if kind == "train":
+            ceiling = max(ceiling, measure_ceiling(device, precision))
+        else:
+            ceiling = max(ceiling, measure_bandwidth(device))
     for worker in workers.values():
         worker.close()
 
@@ -265,13 +267,10 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
     batch_size = settings.sequences_per_process(1)
     loader = Loader(shards, context=settings.context, batch_size=batch_size, seed=0)
     is_long = compilation.is_long_run(planned_steps(settings, loader), settings.max_minutes)
-    trainer = Trainer(
-        settings,
-        loader,
-        DistEnv(0, 1, device),
-        bos=None,
-        is_compiled=compilation.pick_compile(settings.compile, device, is_long),
-    )
+    is_compiled = compilation.pick_compile(settings.compile, device, is_long)
+    ranks = DistEnv(0, 1, device)
+    env = Environment(settings, None, loader, None, ranks, Signals(), Clock(perf_counter()))
+    trainer = Trainer(env, is_compiled)
     micro_batch_size = choose_micro_batch(trainer, settings)
     progress = Progress()
 

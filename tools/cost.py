@@ -14,7 +14,6 @@ import torch
 from model.build import build_model
 from run import cli, errors
 from run.compose import choices, compose
-from run.progress import waiting
 from tools.compare.sweep import expand_sweep
 from training.setup import check_buildable
 
@@ -48,8 +47,7 @@ def main(arguments: list[str]) -> None:
     others = [word for word in overrides if not word.lstrip("+").startswith("attention=")]
 
     for name in names:
-        with waiting(f"building attention={name}"):
-            cells = row(name, others)
+        cells = row(name, others)
         if name == names[0]:
             print(FORMAT.format(*COLUMNS))
         print(FORMAT.format(*cells), flush=True)

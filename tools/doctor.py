@@ -42,15 +42,13 @@ def describe_machine(device: torch.device) -> None:
         f"of at least {compilation.LONG_STEPS} steps and {compilation.LONG_MINUTES:g} minutes, "
         "such as the default run)"
     )
-    if device.type == "cuda":
-        print("plain attention:", hardware.sdpa_backend(device, precision), "for heads of width 64")
 
 
 def slow(device: torch.device) -> list[str]:
     """Return the problems that slow down training on a device, each with a fix."""
     findings = []
     missing = compilation.missing_for_compilation(device)
-    if missing is not None and compilation.can_compile_for(device):
+    if missing is not None and device.type != "mps":
         findings.append(f"steps cannot be compiled without {missing}. fix: install it")
     num_cores = len(threads.cores())
     quota = threads.cpu_quota()
@@ -60,10 +58,7 @@ def slow(device: torch.device) -> list[str]:
             "--cpus=N, resources.limits.cpu)"
         )
     driver = nvidia_driver()
-    missing = hardware.missing_kernels() if hardware.is_available("cuda") else None
-    if missing is not None:
-        findings.append(missing)
-    elif driver is not None and torch.version.cuda is None:
+    if driver is not None and torch.version.cuda is None:
         findings.append(
             f"this build of torch does not support NVIDIA GPUs (driver {driver}, torch "
             f"{torch.__version__}). fix: install a build of torch for CUDA"

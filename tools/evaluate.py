@@ -24,7 +24,7 @@ from data.tokenizer import IdTokenizer, Tokenizer
 from model.transformer import Transformer
 from run import errors
 from run.cli import Parser, add_batch_option, add_model_options, bounded_number
-from run.progress import say, waiting
+from run.progress import say
 from tools.lengths import evaluate_corpus, measure_lengths, open_run
 from tools.scoring import load_to_score, total_nats, windows
 from training.setup import open_run_corpus
@@ -115,11 +115,10 @@ def evaluate_text(
     rows = []
     num_documents = 0
     num_bytes = 0
-    with waiting("tokenizing the text"):
-        for text in documents:
-            rows += windows([tokenizer.bos, *tokenizer.encode(text)], model.context)
-            num_documents += 1
-            num_bytes += len(text.encode())
+    for text in documents:
+        rows += windows([tokenizer.bos, *tokenizer.encode(text)], model.context)
+        num_documents += 1
+        num_bytes += len(text.encode())
     if not rows:
         raise ValueError("the files contain no text. fix: choose a different file with --text")
 

@@ -19,7 +19,7 @@ from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
 from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.cli import Parser, add_run_option, user_path
-from run.progress import say, waiting
+from run.progress import say
 from tools.formats.hf_config import to_hf_config
 from tools.formats.special_tokens import ID_ENTRIES, IMPORTED_IDS, TEMPLATES
 from tools.formats.weights import hf_weights
@@ -57,8 +57,7 @@ def new_folder(out: Path) -> Iterator[None]:
             )
         out.mkdir(parents=True, exist_ok=True)
     try:
-        with waiting(f"writing {out}"):
-            yield
+        yield
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -14,7 +14,7 @@ from inference.engine import Engine
 from inference.load import load
 from inference.sampling import sample
 from model.transformer import Transformer
-from run.progress import waiting
+from run.progress import say
 
 NEW_TOKENS = 32  # number of tokens generated for each sequence
 MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
@@ -33,14 +33,12 @@ def latencies(runs: dict[Hashable, Path]) -> Latencies:
     all of them.
     """
     measured = defaultdict(list)  # seconds, by model and title
-    total = TURNS * len(runs) * len(ROWS)
-    with waiting(f"measuring how fast {len(runs)} models decode", total) as bar:
-        for _ in range(TURNS):
-            for name, run in runs.items():
-                model, _, _ = load(run)
-                for title, num_rows in ROWS.items():
-                    measured[name, title] += times(model, num_rows)
-                    bar.update()
+    say(f"measuring how fast {len(runs)} models decode")
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            model, _, _ = load(run)
+            for title, num_rows in ROWS.items():
+                measured[name, title] += times(model, num_rows)
 
     medians = defaultdict(dict)
     for (name, title), seconds in measured.items():

@@ -8,7 +8,7 @@ from data.corpus import Corpus
 from model.transformer import Transformer
 from run import checkpoint
 from run.distributed import DistEnv
-from run.progress import waiting
+from run.progress import say
 from run.signals import Signals
 from tools.scoring import Row, load_to_score, total_nats
 from training.evaluation import evaluate
@@ -91,15 +91,15 @@ def evaluate_corpus(
     corpus = corpus.with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
     batch_size = max(1, BATCH_TOKENS // model.context)
-    with waiting(f"evaluating on {num_tokens:,} held-out tokens"):
-        return evaluate(
-            LanguageModelLoss(model, z_loss=0.0, bos=document_start(corpus, settings)),
-            corpus,
-            num_tokens,
-            model.context,
-            batch_size,
-            precision,
-            DistEnv(0, 1, model.embed.weight.device),
-            Signals(),
-            with_gradients=False,
-        )
+    say(f"evaluating on {num_tokens:,} held-out tokens")
+    return evaluate(
+        LanguageModelLoss(model, z_loss=0.0, bos=document_start(corpus, settings)),
+        corpus,
+        num_tokens,
+        model.context,
+        batch_size,
+        precision,
+        DistEnv(0, 1, model.embed.weight.device),
+        Signals(),
+        with_gradients=False,
+    )

@@ -13,7 +13,7 @@ from inference.load import load
 from model.layers import fp32
 from model.transformer import Transformer
 from run import hardware
-from run.progress import waiting
+from run.progress import say
 
 
 def load_to_score(
@@ -77,26 +77,25 @@ def total_nats(
     # Rows of a batch have similar lengths. The padding is on the right, so no token of a row
     # attends to it.
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
-    with waiting(f"scoring {len(rows)} windows", len(rows)) as bar:
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
-            inputs = [torch.tensor(row.tokens[:-1]) for row in batch]
-            inputs = pad_sequence(inputs, batch_first=True).to(device)
-            documents = None
-            if bos is not None:
-                documents = document_ids(inputs, bos)
+    say(f"scoring {len(rows)} windows")
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        inputs = [torch.tensor(row.tokens[:-1]) for row in batch]
+        inputs = pad_sequence(inputs, batch_first=True).to(device)
+        documents = None
+        if bos is not None:
+            documents = document_ids(inputs, bos)
+        with hardware.autocast(device, precision):
+            hidden, _ = model.hidden_states(inputs, documents=documents)
+        for row, states in zip(batch, hidden, strict=True):
+            # No token precedes the first token, so it cannot be predicted.
+            assert 1 <= row.first < len(row.tokens)
+            # The hidden state at a token predicts the next one.
+            states = states[row.first - 1 : len(row.tokens) - 1]
             with hardware.autocast(device, precision):
-                hidden, _ = model.hidden_states(inputs, documents=documents)
-            for row, states in zip(batch, hidden, strict=True):
-                # No token precedes the first token, so it cannot be predicted.
-                assert 1 <= row.first < len(row.tokens)
-                # The hidden state at a token predicts the next one.
-                states = states[row.first - 1 : len(row.tokens) - 1]
-                with hardware.autocast(device, precision):
-                    logits = model.logits(states)  # (targets, V)
-                logits = fp32(logits)
-                targets = torch.tensor(row.tokens[row.first :], device=device)
-                nats = cross_entropy(logits, targets, reduction="none")
-                total += nats.cpu().double().sum().item()  # Apple GPUs have no float64
-                bar.update()
+                logits = model.logits(states)  # (targets, V)
+            logits = fp32(logits)
+            targets = torch.tensor(row.tokens[row.first :], device=device)
+            nats = cross_entropy(logits, targets, reduction="none")
+            total += nats.cpu().double().sum().item()  # Apple GPUs have no float64
     return total

@@ -11,7 +11,6 @@ class Clock:
     def __init__(self, started: float):
         self.started = started
         self.paused = 0.0
-        self.pauses: dict[str, float] = {}  # seconds of the last pause, by activity
 
     def add_earlier(self, seconds: float) -> None:
         """Add the time of the earlier processes that this process continues."""
@@ -23,14 +22,9 @@ class Clock:
     def training(self) -> float:
         return self.total() - self.paused
 
-    def forget(self, activity: str) -> None:
-        """Forget how long the last pause for an activity took."""
-        self.pauses.pop(activity, None)
-
     @contextmanager
-    def pause(self, activity: str) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time spent inside the `with` statement from the training time."""
         start = monotonic()
         yield
-        self.pauses[activity] = monotonic() - start
-        self.paused += self.pauses[activity]
+        self.paused += monotonic() - start

@@ -39,14 +39,9 @@ def load_distillation(
     return Distillation(model.requires_grad_(False), settings.distill_weight)
 
 
-def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
-    """Return the newest verified checkpoint of the run `distill`; None if `distill` is null.
-
-    Raises ValueError if the teacher has a different tokenizer or a shorter context.
-    """
-    if settings.distill is None:
-        return None
-    path = checkpoint.find_model(settings.distill)
+def check_teacher(settings: Settings, corpus: Corpus) -> None:
+    """Raise ValueError if the teacher has a different tokenizer or a shorter context."""
+    path = Path(settings.distill)
     model = settings.model
     teacher = checkpoint.load_model_config(path)
     named = f"distill={settings.distill}"
@@ -63,4 +58,3 @@ def find_teacher(settings: Settings, corpus: Corpus) -> Path | None:
             f"SHA-256 {tokenizer.sha256[:8]}; the model: {model['vocab_size']}, "
             f"{corpus.tokenizer.sha256[:8]}). fix: use a teacher with the same tokenizer"
         )
-    return path

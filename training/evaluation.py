@@ -11,11 +11,11 @@ from data.slices import NUM_BINS
 from inference.text import stream_text
 from run import hardware
 from run.distributed import DistEnv
-from run.progress import say, waiting
+from run.progress import say
 from run.settings import Settings
 from run.signals import Signals
-from training.clock import Clock
-from training.logger import Logger
+from training.environment import Environment
+from training.logger import SAMPLES, Logger
 from training.loss import TARGET_METRICS
 from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
@@ -100,24 +100,14 @@ class Evaluator:
     sequences.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        corpus: Corpus,
-        trainer: Trainer,
-        *,
-        log: Logger,
-        signals: Signals,
-        clock: Clock,
-        batch_size: int,
-    ):
-        self.settings = settings
-        self.corpus = corpus
+    def __init__(self, env: Environment, trainer: Trainer, log: Logger, batch_size: int):
+        self.settings = env.settings
+        self.corpus = env.corpus
+        self.ranks = env.ranks
+        self.signals = env.signals
+        self.clock = env.clock
         self.trainer = trainer
-        self.ranks = trainer.ranks
         self.log = log
-        self.signals = signals
-        self.clock = clock
         self.batch_size = batch_size
 
     def plan_tokens(self, progress: Progress) -> int:
@@ -132,7 +122,7 @@ class Evaluator:
 
     def evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text. Exits with code 4 if it is not finite."""
-        if self.signals.agree(self.ranks):
+        if self.signals.agree(self.ranks) or self.log.has("evaluation", progress.step):
             return
         eval_tokens = self.plan_tokens(progress)
         # Before a process's first step, nothing is compiled. Uncompiled attention may store all
@@ -143,11 +133,7 @@ class Evaluator:
         # A CPU would take up to a minute to compile a graph without gradients, so use the graph
         # that was compiled for training.
         with_gradients = self.trainer.is_compiled and not will_compile and not is_cuda
-        message = (
-            f"evaluating on {eval_tokens:,} held-out tokens "
-            "(to evaluate less often, raise eval_every)"
-        )
-        with self.clock.pause("evaluation"), waiting(message):
+        with self.clock.pause():
             metrics = evaluate(
                 self.trainer.loss_module,
                 self.corpus,
@@ -175,17 +161,16 @@ class Evaluator:
 
     def sample(self, progress: Progress) -> None:
         """Write a text sample to samples.txt and to standard error."""
-        if self.signals.agree(self.ranks):
+        if self.signals.agree(self.ranks) or self.log.has("sample", progress.step):
             return
-        message = "sampling text (to sample less often, raise sample_every)"
-        with self.clock.pause("sample"), waiting(message):
+        with self.clock.pause():
             if self.settings.sharded:
                 text = self.generate(seed=progress.step)
             else:
                 text = self.ranks.on_rank0(self.generate, progress.step)
         if self.signals.agree(self.ranks):
             return
-        self.log.append("samples.txt", f"--- step {progress.step}\n{text}\n")
+        self.log.append(SAMPLES, f"--- step {progress.step}\n{text}\n")
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:

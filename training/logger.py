@@ -3,69 +3,61 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from run.progress import duration, say, waiting
-from run.settings import Settings
-from training.clock import Clock
+from run.progress import duration, say
+from training.environment import Environment
 from training.steps import Progress
 
 METRICS = "metrics.jsonl"
-FILES = (METRICS, "samples.txt")
+SAMPLES = "samples.txt"
+EVERY_BYTE = "surrogateescape"  # a character at the end of a file may have been cut off
 PICTURE = "loss.png"
 MIN_RISE = 1.01  # factor; a smaller rise of the held-out loss is noise
 
 
 class Logger:
-    """The files and messages of a run. Does nothing unless `is_enabled`, which is true on rank 0.
+    """The files and messages of a run. Does nothing on other ranks than rank 0."""
 
-    `steps_per_epoch` may be a fraction, and is infinite if the text never repeats.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        settings: Settings,
-        clock: Clock,
-        *,
-        steps_per_epoch: float,
-        is_enabled: bool,
-    ):
-        self.run_dir = run_dir
-        self.settings = settings
-        self.clock = clock
-        self.steps_per_epoch = steps_per_epoch
-        self.is_enabled = is_enabled
-        self.sizes = dict.fromkeys(FILES, 0)  # bytes
-        # Stored in the checkpoint of this step: the file sizes, to which resuming truncates the
-        # files, and the run's wandb id.
-        self.resume_point: dict[str, int | str | None] = {}
+    def __init__(self, env: Environment):
+        self.env = env
+        self.run_dir = env.run_dir
+        self.settings = env.settings
+        self.is_enabled = env.ranks.is_main
+        # May be a fraction, and is infinite if the text never repeats.
+        self.steps_per_epoch = env.loader.rows_per_epoch / env.loader.batch_size
+        self.logged = {}  # the last logged step of each kind: "evaluation" and "sample"
         self.is_disk_full = False
         self.bar = None  # disabled unless standard error is a terminal
         self.wandb = None
         self.wandb_id = None
 
-    def open(self, state: dict[str, int | str | None]) -> None:
-        """Truncate the files to the sizes in a checkpoint's `state`, and append to them from there.
+    def open(self, step: int | None = None) -> None:
+        """Cut the files after the `step` at which the run is resumed, and append to them.
 
-        The resumed run logs everything after that point again. A new run has no state.
+        What they have of the step itself is kept. If its sample or evaluation is missing, the run
+        makes it (`has`). A new run begins with empty files.
         """
-        self.resume_point = state
         if not self.is_enabled:
             return
-        for name in FILES:
-            with (self.run_dir / name).open("ab") as file:
-                # A power cut may have shortened the file, because log files are not synced.
-                self.sizes[name] = min(file.tell(), state.get(name, 0))
-                file.truncate(self.sizes[name])
+        for name, find_end in ((METRICS, self.end_of_metrics), (SAMPLES, self.end_of_samples)):
+            with (self.run_dir / name).open(
+                "a+", encoding="utf-8", errors=EVERY_BYTE, newline=""
+            ) as file:
+                file.seek(0)
+                text = file.read()
+                size = 0 if step is None else find_end(text, step)
+                file.truncate(len(text[:size].encode("utf-8", EVERY_BYTE)))
         self.bar = tqdm(
             bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
-            disable=None,  # shown on a terminal only
+            disable=True if has_no_size() else None,  # None: shown on a terminal only
             dynamic_ncols=True,
             mininterval=1.0,  # seconds
             miniters=1,
@@ -77,7 +69,7 @@ class Logger:
 
                 self.wandb = wandb.init(
                     project="attend",
-                    id=state.get("wandb"),
+                    id=self.wandb_id,
                     resume="allow",
                     name=self.run_dir.name,
                     dir=self.run_dir,
@@ -86,31 +78,36 @@ class Logger:
                 )
                 self.wandb_id = self.wandb.id
 
-    def has_end(self, state: dict[str, int | str | None], step: int) -> bool:
-        """Return whether the files contain the sample and the evaluation of a run's last step.
+    def end_of_metrics(self, text: str, step: int) -> int:
+        """Return the length of the lines up to a step; a line that was cut off ends them."""
+        end = 0
+        for line in text.splitlines(keepends=True):
+            try:
+                values = json.loads(line)
+            except ValueError:
+                break
+            if values["step"] > step or not line.endswith("\n"):
+                break
+            if "val_loss" in values:
+                self.logged["evaluation"] = values["step"]
+            end += len(line)
+        return end
 
-        Both are written after the last checkpoint, whose `state` has the file sizes at that time.
-        """
-        ends = {}
-        try:
-            for name in FILES:
-                content = (self.run_dir / name).read_bytes()
-                ends[name] = content[state.get(name, 0) :].decode()
-            lines = [json.loads(line) for line in ends[METRICS].splitlines()]
-        except (OSError, ValueError):  # missing or truncated
-            return False
-        is_evaluated = any("val_loss" in line for line in lines)
-        is_sampled = f"--- step {step}\n" in ends["samples.txt"]
-        is_whole = all(end.endswith("\n") for end in ends.values())
-        return is_evaluated and is_sampled and is_whole
+    def end_of_samples(self, text: str, step: int) -> int:
+        """Return the length of the samples up to a step; a sample that was cut off ends them."""
+        end = 0
+        headings = [*re.finditer(r"^--- step (\d+)\n", text, re.MULTILINE)]
+        for heading, following in zip_longest(headings, headings[1:]):
+            sample_end = len(text) if following is None else following.start()
+            if int(heading[1]) > step or text[sample_end - 1] != "\n":
+                break
+            self.logged["sample"] = int(heading[1])
+            end = sample_end
+        return end
 
-    def mark_resume_point(self) -> None:
-        """Record the current sizes of the files for a checkpoint of this step.
-
-        Called after a step and its report. The sample and the evaluation of the step come later,
-        so a run resumed from its checkpoint repeats them.
-        """
-        self.resume_point = {**self.sizes, "wandb": self.wandb_id}
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the evaluation or the sample of a step was logged by an earlier process."""
+        return self.env.ranks.on_rank0(self.logged.get, kind) == step
 
     def advance(self, progress: Progress, total: float) -> None:
         """Advance the progress bar of a run of `total` steps, at most once a second.
@@ -145,7 +142,7 @@ class Logger:
         values = {
             "tokens": progress.step * self.settings.batch_tokens,
             "epoch": round(progress.step / self.steps_per_epoch, 4),
-            "seconds": round(self.clock.total(), 3),
+            "seconds": round(self.env.clock.total(), 3),
             **metrics,
         }
         self.append(METRICS, json.dumps({"step": progress.step, **values}) + "\n")
@@ -158,13 +155,14 @@ class Logger:
         if not self.is_enabled:
             return
         path = self.run_dir / name
+        size = 0
         try:
             with path.open("a", encoding="utf-8") as file:
+                size = file.tell()
                 file.write(text)
-            self.sizes[name] += len(text.encode())
         except OSError as error:
             with suppress(OSError):  # a part may have been written
-                os.truncate(path, self.sizes[name])
+                os.truncate(path, size)
             if not self.is_disk_full:
                 say(f"warning: cannot write ({path}: {error.strerror}): training continues")
             self.is_disk_full = True
@@ -174,16 +172,16 @@ class Logger:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            with self._wandb_may_fail(), waiting("finishing wandb"):
+            with self._wandb_may_fail():
                 self.wandb.finish()
+            self.wandb = None
 
     def plot(self) -> None:
         """Draw loss.png, and report if the held-out loss has risen."""
         if not self.is_enabled:
             return
         try:
-            with waiting("drawing loss.png"):
-                losses = draw_loss(self.run_dir / METRICS, self.run_dir / PICTURE)
+            losses = draw_loss(self.run_dir / METRICS, self.run_dir / PICTURE)
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
                 say(
@@ -202,6 +200,13 @@ class Logger:
         except Exception as error:
             say(f"warning: continuing without wandb: {' '.join(str(error).split())}")
             self.wandb = None
+
+
+def has_no_size() -> bool:
+    """Whether standard error is a terminal without columns, as in some containers."""
+    with suppress(OSError):
+        return os.get_terminal_size(2).columns == 0
+    return False
 
 
 def draw_loss(metrics: Path, picture: Path) -> list[float]:

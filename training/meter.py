@@ -5,45 +5,29 @@ import math
 import torch
 from torch import Tensor
 
-from data.loader import Loader
 from run import hardware
-from run.distributed import DistEnv
-from run.threads import cpu_time, other_load
-from training.clock import Clock
+from training.environment import Environment
 from training.steps import Progress, end_diverged
-from training.trainer import StepResult
+from training.trainer import StepResult, Trainer
 
 
 class Meter:
-    """Accumulates the losses and the duration of steps until they are reported.
+    """Accumulates the losses and the duration of steps until they are reported."""
 
-    `flops_per_token` is the FLOPs per token of a training step, for the MFU;
-    `whole_flops_per_token` counts causal attention as a full square.
-    """
-
-    def __init__(
-        self,
-        loss_names: tuple[str, ...],
-        *,
-        flops_per_token: float,
-        whole_flops_per_token: float,
-        batch_tokens: int,
-        loader: Loader,
-        ranks: DistEnv,
-        clock: Clock,
-    ):
-        self.loss_names = loss_names
-        self.flops_per_token = flops_per_token
-        self.whole_flops_per_token = whole_flops_per_token
-        self.batch_tokens = batch_tokens
-        self.loader = loader
-        self.ranks = ranks
-        self.clock = clock
+    def __init__(self, env: Environment, trainer: Trainer):
+        self.env = env
+        self.ranks = env.ranks
+        self.clock = env.clock
+        self.loss_names = trainer.loss_names
+        # FLOPs per token of a training step, for the MFU; the second counts causal attention as a
+        # full square.
+        self.flops_per_token = trainer.model.training_flops()
+        self.whole_flops_per_token = trainer.model.training_flops(whole_attention=True)
 
         # Since the last report. Losses (1 + L,) are summed over the targets of this rank; a
         # checkpoint has the sum over all ranks.
-        device = ranks.device
-        self.loss_sum = torch.zeros(len(loss_names), device=device)
+        device = self.ranks.device
+        self.loss_sum = torch.zeros(len(self.loss_names), device=device)
         self.reported_step = 0
 
         # Values of the last step, and whether all gradients have been finite.
@@ -53,8 +37,7 @@ class Meter:
 
         # Steps after this step are timed, starting at this time.
         self.timed_step = 0
-        self.timed_from = clock.training()
-        self.cpu_timed_from = cpu_time()
+        self.timed_from = self.clock.training()
 
     def add(self, result: StepResult, progress: Progress) -> None:
         """Add a step that `progress` has not counted yet."""
@@ -70,7 +53,6 @@ class Meter:
         """Time the steps after this one."""
         self.timed_step = step
         self.timed_from = self.clock.training()
-        self.cpu_timed_from = cpu_time()
 
     def report(self, progress: Progress) -> dict[str, float | int | None]:
         """Return the metrics of the steps since the last report, and begin the next report.
@@ -82,7 +64,7 @@ class Meter:
         self.check_finite(progress)
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
         steps = range(self.reported_step, progress.step)
-        losses = loss_sum / sum(map(self.loader.num_targets, steps))
+        losses = loss_sum / sum(map(self.env.loader.num_targets, steps))
 
         tokens_per_second = None
         mfu = None
@@ -90,7 +72,7 @@ class Meter:
         now = self.clock.training()
         if progress.step > self.timed_step:
             steps_per_second = (progress.step - self.timed_step) / (now - self.timed_from)
-            tokens_per_second = steps_per_second * self.batch_tokens
+            tokens_per_second = steps_per_second * self.env.settings.batch_tokens
             peak_flops = hardware.peak_flops(self.ranks.device)
             if peak_flops is not None:
                 share = tokens_per_second / peak_flops / self.ranks.world_size
@@ -105,8 +87,6 @@ class Meter:
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "mfu_whole_attention": whole_mfu,
-            # Since timing began; a shorter interval would have too few ticks of the system clock.
-            "other_load": round(other_load(self.cpu_timed_from), 2),
             "peak_memory_bytes": hardware.peak_memory(self.ranks.device),
         }
 

@@ -10,10 +10,10 @@ from annotated_types import Len
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from run.distributed import full_tensor, shard_like
 from run.hardware import fastest_dtype
 from run.ranges import BelowOne, NonNegativeFloat, PositiveFloat
-from run.sharding import full_tensor, shard_like
-from training.rates import Reference, adam_groups, split_parameters
+from training.rates import Reference, parameter_groups
 
 MAX_BATCHED_PARAMS = 2**28  # weights that Muon orthogonalizes at a time
 Betas = Annotated[list[BelowOne], Len(2, 2)]
@@ -24,8 +24,7 @@ class Muon(Optimizer):
 
     Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
     norm, or by `lr` * sqrt(R / C) if it is taller than wide, so that its outputs move by about `lr`
-    times its inputs at every width (Bernstein, 2409.20325). The other options are `momentum` and
-    `weight_decay`.
+    times its inputs at every width (Bernstein, 2409.20325). Its option is `momentum`.
     """
 
     @torch.no_grad()
@@ -107,7 +106,7 @@ def adamw(
     reference: Reference | None,
 ) -> list[Optimizer]:
     """AdamW with weight decay on the matrices in the blocks. Loshchilov, 1711.05101."""
-    groups = adam_groups(split_parameters(model), lr, weight_decay, reference)
+    groups = parameter_groups(model, lr, weight_decay, reference, scale_matrices=True)
     return [AdamW(groups, betas=betas, fused=True)]
 
 
@@ -121,8 +120,7 @@ def muon(
     reference: Reference | None,
 ) -> list[Optimizer]:
     """Muon for matrices in the blocks, AdamW without decay for embedding, head and vectors."""
-    parameters = split_parameters(model)
-    matrices = {"params": parameters.pop("matrices"), "role": "matrices"}
-    options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    groups = adam_groups(parameters, lr, 0.0, reference)
-    return [Muon([matrices], options), AdamW(groups, betas=betas, fused=True)]
+    groups = parameter_groups(model, lr, weight_decay, reference, scale_matrices=False)
+    matrices = [group for group in groups if group["role"] == "matrices"]
+    others = [group for group in groups if group["role"] != "matrices"]
+    return [Muon(matrices, {"momentum": momentum}), AdamW(others, betas=betas, fused=True)]

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from model.build import build_model
 from model.init import initial_values
 from run import compilation
-from run.distributed import DistEnv
+from run.distributed import DistEnv, shard_like
 from run.settings import Settings
-from run.sharding import shard_like
 from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 

@@ -19,7 +19,7 @@ def start_profiler(num_steps: int, run_dir: Path, device: torch.device, clock: C
     """
 
     def write(profiler: profile) -> None:
-        with clock.pause("trace"):
+        with clock.pause():
             file = run_dir / "trace.json.gz"
             profiler.export_chrome_trace(str(file))
             kind = "cpu" if device.type == "cpu" else "device"

@@ -62,6 +62,14 @@ class Reference:
     head: PositiveFloat
     vectors: PositiveFloat
 
+    def multiple(self, role: str, is_tied: bool) -> float:
+        """Return the rate of a role as a multiple of lr, at the reference's width."""
+        if role == "matrices":
+            return 1.0
+        if is_tied:
+            return math.sqrt(self.embedding * self.head)
+        return getattr(self, role)
+
     def width_factor(self, fan_in: int) -> float:
         """Return the factor of Adam's rate for a matrix with `fan_in` inputs."""
         return self.dim / fan_in
@@ -103,65 +111,83 @@ def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
     return parameters
 
 
-def adam_groups(
-    parameters: dict[str, list[Tensor]], lr: float, weight_decay: float, reference: Reference | None
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    reference: Reference | None,
+    *,
+    scale_matrices: bool,
 ) -> list[dict]:
-    """Return groups for AdamW: per role, a group for each width, with its peak rate and decay.
+    """Return the groups of an optimizer: per role, a group for each width, with its `lr`.
 
     Only matrices decay. If the width lowers a rate, it raises the decay by the same factor, so that
-    lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
+    lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698). Muon needs no
+    width factor for matrices, so `scale_matrices` is false for it.
     """
+    parameters = split_parameters(model)
     groups = {}
     for role, members in parameters.items():
+        is_tied = role == "head" and not parameters["embedding"]
+        has_width = role == "head" or (role == "matrices" and scale_matrices)
         for p in members:
             rate = lr
             decay = weight_decay if role == "matrices" else 0.0
-            formula = f"{lr:g}"  # the rate's formula, for describe()
-            if reference is not None and role != "matrices":
-                multiple = getattr(reference, role)
-                is_tied = role == "head" and not parameters["embedding"]
-                if is_tied:
-                    multiple = math.sqrt(reference.embedding * reference.head)
-                rate *= multiple
-                formula += f" x {multiple:g}"
-            if reference is not None and role in ("matrices", "head"):
-                fan_in = p.shape[1]
-                rate *= reference.width_factor(fan_in)
-                decay /= reference.width_factor(fan_in)
-                formula += f" x {reference.dim} / {fan_in} inputs"
-            group = {"params": [], "lr": rate, "weight_decay": decay}
-            group |= {"role": role, "formula": formula}
-            groups.setdefault((role, formula), group)["params"].append(p)
+            if reference is not None:
+                rate *= reference.multiple(role, is_tied)
+                if has_width:
+                    width_factor = reference.width_factor(p.shape[1])
+                    rate *= width_factor
+                    decay /= width_factor
+            group = {"params": [], "lr": rate, "weight_decay": decay, "role": role}
+            groups.setdefault((role, rate), group)["params"].append(p)
     return list(groups.values())
 
 
-def describe(
-    optimizers: list[Optimizer],
-    reference: Reference | None,
-    dim: int,
-    batch_tokens: int,
-    steps: float | None,
-) -> str:
-    """Return the peak rates of a run, one per line, each with the product that it results from.
+class LearningRates:
+    """Sets the rates of all groups: base rate x factor of the run x schedule.
 
-    `steps` is the number of steps; None if it is still to be estimated.
+    The base rate of a group is the `lr` with which it was built. Optimizers of other programs have
+    groups without roles, whose rate is `lr`.
     """
-    if reference is None:
-        return "learning rates: not scaled (optimizer.reference=null)"
-    if steps is None:
-        return "learning rates: scaled once the number of steps is estimated"
-    factor = reference.run_factor(dim, batch_tokens, steps)
-    lines = ["peak learning rates, scaled to this run (docs/rates.md):"]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            key = ROLES[group.get("role", "matrices")]
-            peak = group.get("peak", group["lr"])
-            formula = group.get("formula", f"{peak:g}")
-            lines.append(f"  {key:<13}{factor * peak:<9.3g}= {formula} x {factor:.3g}")
-    tokens = batch_tokens * steps
-    lines.append(
-        f"  {factor:.3g} is the factor for dim {dim}, {batch_tokens:,} tokens per step and "
-        f"{tokens:,.0f} tokens in total, relative to {reference.dim}, {reference.batch_tokens:,} "
-        f"and {reference.tokens:,.0f}"
-    )
-    return "\n".join(lines)
+
+    def __init__(
+        self, optimizers: list[Optimizer], reference: Reference | None, dim: int, batch_tokens: int
+    ):
+        self.reference = reference
+        self.dim = dim
+        self.batch_tokens = batch_tokens
+        self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in self.groups:
+            group["base"] = group["lr"]
+
+    def run_factor(self, steps: float) -> float:
+        """Return the factor of all rates in a run of `steps` steps."""
+        if self.reference is None:
+            return 1.0
+        return self.reference.run_factor(self.dim, self.batch_tokens, steps)
+
+    def set_rates(self, scheduled: float, steps: float) -> None:
+        """Set all rates to the fraction `scheduled` of their peak in a run of `steps` steps."""
+        factor = scheduled * self.run_factor(steps)
+        for group in self.groups:
+            group["lr"] = factor * group["base"]
+
+    def by_name(self, key: str = "lr") -> dict[str, float]:
+        """Return the rate (or the `base`) of each role, by its name in metrics.jsonl.
+
+        If parameters of one role have several rates, the first is returned.
+        """
+        rates = {}
+        for group in self.groups:
+            rates.setdefault(ROLES[group.get("role", "matrices")], group[key])
+        return rates
+
+    def describe(self, steps: float) -> str:
+        """Return a line with the peak rates of a run of `steps` steps."""
+        factor = self.run_factor(steps)
+        peaks = [f"{name} {factor * base:.3g}" for name, base in self.by_name("base").items()]
+        scaling = "not scaled"
+        if self.reference is not None:
+            scaling = f"scaled to dim {self.dim} and {steps:,.0f} steps, docs/rates.md"
+        return f"peak learning rates: {', '.join(peaks)} ({scaling})"

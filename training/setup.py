@@ -3,7 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,15 @@ from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
 from run import checkpoint, compilation, errors, folder, hardware, threads
-from run.cache_folder import cache_folder
-from run.distributed import DistEnv
+from run.compose import compose
 from run.instantiate import instantiate
+from run.paths import cache_folder
 from run.progress import say
 from run.settings import Settings
-from run.signals import Signals
 from training.budget import TimeBudget, planned_steps
 from training.checkpointer import Checkpointer, read_saved_run
-from training.clock import Clock
-from training.distillation import find_teacher
+from training.distillation import check_teacher
+from training.environment import Environment
 from training.evaluation import Evaluator
 from training.logger import Logger
 from training.memory import choose_micro_batch
@@ -35,22 +35,44 @@ from training.trainer import Trainer
 PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # refused with init_from
 
 
-def set_up_run(
-    settings: Settings, overrides: list[str]
-) -> tuple[Settings, Path | None, torch.device]:
-    """Check a config on this machine; return settings, initial checkpoint and device.
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at a checkpoint of its own, or with the weights of another run."""
 
-    The settings have the model of `init_from`, if given. Raises ValueError for a config that
-    cannot be trained on this machine.
+    resumed: Path | None = None
+    pretrained: Path | None = None
+
+
+@errors.user_input()
+def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
+    """Return the settings of `python train.py OVERRIDES`, where the run begins, and its device.
+
+    Exits with an error if the run cannot be trained on this machine.
     """
-    settings, pretrained = adopt_pretrained(settings, overrides)
+    settings = compose(overrides)
+    run = folder.given_run_dir(settings)
+    start = Start()
+    is_begun = settings.resume and folder.has_checkpoint(run)
+    if settings.resume and not is_begun:
+        say(f"nothing to resume: {run} has no checkpoint. Starting a new run with these settings")
+    if is_begun:
+        start = Start(resumed=checkpoint.newest_checkpoint(run))
+        saved = checkpoint.load_config(start.resumed)
+        settings, changes = folder.resume_settings(overrides, saved, run)
+        for change in changes:
+            say(f"changed: {change}")
+    elif settings.init_from is not None:
+        settings, pretrained = adopt_pretrained(settings, overrides)
+        start = Start(pretrained=pretrained)
+    if settings.distill is not None:  # a resumed run keeps the teacher's checkpoint
+        teacher = checkpoint.find_model(settings.distill)
+        settings = settings.model_copy(update={"distill": str(teacher)})
     device = hardware.pick_device(settings.device)
     # Only their errors matter here.
     hardware.pick_precision(settings.precision, device)
     compilation.pick_compile(settings.compile, device, is_long=True)
     check_buildable(settings)
-    folder.check_before_text(settings)
-    return settings, pretrained, device
+    return settings, start, device
 
 
 def check_buildable(settings: Settings) -> Settings:
@@ -74,16 +96,13 @@ def check_buildable(settings: Settings) -> Settings:
     return settings
 
 
-def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path | None]:
-    """Return settings with the model of `init_from`, and the checkpoint to load it from.
+def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path]:
+    """Return settings with the model of `init_from`, and its checkpoint, which has the tokenizer.
 
-    The checkpoint also has the tokenizer. A resumed run has its own model and tokenizer, and no
-    longer needs `init_from`. Context and name are taken from `init_from`, unless overridden.
-    Raises ValueError for overrides of the model.
+    Context and name are taken from `init_from`, unless overridden. Raises ValueError for overrides
+    of the model.
     """
     source = settings.init_from
-    if source is None:
-        return settings, None
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
     if refused:
@@ -92,16 +111,6 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
             f"these out; to change the attention: python -m tools.convert {source} "
             "attention=NAME --out Y, then init_from=Y"
         )
-
-    # The run is named after its data and the pretrained model.
-    if "name" not in keys:
-        data = settings.name.partition("-")[0]
-        name = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
-        settings = settings.model_copy(update={"name": name})
-    # A resumed run no longer needs `init_from`.
-    if settings.resume and settings.run_dir is not None:
-        run = Path(os.path.expanduser(settings.run_dir))
-        source = run if folder.has_checkpoint(run) else source
     pretrained = checkpoint.find_model(source)
     model = checkpoint.load_model_config(pretrained)
     # The model keeps its shape, but it may be trained on shorter or longer sequences.
@@ -109,14 +118,16 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     changes = {"context": context, "model": model | {"context": context}}
     if "context" in settings.data:  # a task's rows have this length
         changes["data"] = settings.data | {"context": context}
-    # Learning rates are scaled only for randomly initialized weights.
-    if "reference" in settings.optimizer and not any("reference" in key for key in keys):
-        changes["optimizer"] = settings.optimizer | {"reference": None}
-        if "optimizer.lr" not in keys:
-            say(
-                f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training "
-                "from scratch. fix: use a lower rate, such as optimizer=adamw optimizer.lr=1e-4"
-            )
+    # The run is named after its data and the pretrained model.
+    if "name" not in keys:
+        data = settings.name.partition("-")[0]
+        changes["name"] = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
+    is_default = "optimizer.lr" not in keys and "reference" in settings.optimizer
+    if is_default and settings.optimizer["reference"] is None:
+        say(
+            f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training from "
+            "scratch. fix: use a lower rate, such as optimizer=adamw optimizer.lr=1e-4"
+        )
     return settings.model_copy(update=changes), pretrained
 
 
@@ -147,33 +158,39 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     return corpus
 
 
-def load_corpus(
-    settings: Settings, pretrained: Path | None = None
-) -> tuple[Settings, Corpus, Loader]:
+@errors.user_input()
+def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text; return the settings, the text and its batches.
 
-    The tokenizer comes from the checkpoint `pretrained`, if given. The returned settings give a new
-    model the tokenizer's vocabulary, and set `distill` to the teacher's checkpoint, so that a
-    resumed run reports a different teacher.
+    The returned settings give a new model the tokenizer's vocabulary. Exits with code 2 if the text
+    of a resumed run has changed.
     """
-    corpus = open_corpus(settings.data, pretrained)
-    # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
-    vocab_size = corpus.tokenizer.vocab_size
-    if settings.init_from is not None and vocab_size > settings.model["vocab_size"]:
-        raise ValueError(
-            f"the model has fewer token ids than the data (init_from={settings.init_from}: "
-            f"{settings.model['vocab_size']}, data.vocab_size={vocab_size}). "
-            f"fix: data.vocab_size={settings.model['vocab_size']}"
-        )
-    if settings.init_from is None:
-        model = settings.model | {"vocab_size": vocab_size}
-        settings = settings.model_copy(update={"model": model})
-    teacher = find_teacher(settings, corpus)
-    if teacher is not None:
-        settings = settings.model_copy(update={"distill": str(teacher)})
+    if start.resumed is not None:
+        config = checkpoint.load_config(start.resumed)
+        corpus = open_run_corpus(start.resumed, config | {"data": settings.data})
+        if corpus.identity.get("row_order") != config.get("row_order"):
+            raise ValueError(
+                f"{start.resumed} was saved by a version that reads the rows of a text in a "
+                "different order. fix: resume with that version, or start a new run from its "
+                f"weights: {shlex.quote(f'init_from={settings.run_dir}')}"
+            )
+    else:
+        corpus = open_corpus(settings.data, start.pretrained)
+        # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
+        vocab_size = corpus.tokenizer.vocab_size
+        if start.pretrained is None:
+            model = settings.model | {"vocab_size": vocab_size}
+            settings = settings.model_copy(update={"model": model})
+        elif vocab_size > settings.model["vocab_size"]:
+            raise ValueError(
+                f"the model has fewer token ids than the data (init_from={settings.init_from}: "
+                f"{settings.model['vocab_size']}, data.vocab_size={vocab_size}). "
+                f"fix: data.vocab_size={settings.model['vocab_size']}"
+            )
+    if settings.distill is not None:
+        check_teacher(settings, corpus)
     batch_size = settings.batch_tokens // settings.context
-    loader = corpus.loader(settings.context, batch_size, settings.seed)
-    return settings, corpus, loader
+    return settings, corpus, corpus.loader(settings.context, batch_size, settings.seed)
 
 
 @contextmanager
@@ -197,16 +214,11 @@ def report_machine_errors(run_dir: Path, is_resumed: bool) -> Iterator[None]:
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
-    """The parts of a run."""
+    """The environment and the parts of a run."""
 
-    settings: Settings
-    corpus: Corpus
-    run_dir: Path
-    ranks: DistEnv
-    signals: Signals
-    clock: Clock
+    env: Environment
     progress: Progress
     trainer: Trainer  # takes the steps
     micro_batch_size: int  # sequences per forward pass on one device
@@ -217,50 +229,28 @@ class Run:
     checkpointer: Checkpointer  # saves and restores
 
 
-def build_run(
-    settings: Settings,
-    corpus: Corpus,
-    loader: Loader,
-    run_dir: Path,
-    ranks: DistEnv,
-    signals: Signals,
-    clock: Clock,
-    *,
-    overrides: Sequence[str] = (),
-    pretrained: Path | None = None,
-) -> Run:
-    """Build the parts of a run, and restore its newest checkpoint if it is resumed.
+def build_run(env: Environment, start: Start = Start()) -> Run:
+    """Build the parts of a run, in order, and load the weights with which it starts."""
+    settings = env.settings
+    ranks = env.ranks
+    saved = None if start.resumed is None else read_saved_run(start.resumed)
+    bound = planned_steps(settings, env.loader)
+    progress = Progress(bound=bound, total_steps=bound, expected_steps=bound)
 
-    The settings were composed from `overrides`. A new run starts from `pretrained`, if given.
-    """
-    newest = ranks.on_rank0(checkpoint.prepare_run, run_dir, settings.resume)
-    saved = None if newest is None else read_saved_run(newest)
-    # A run resumed on the same kind of machine uses the same number of threads, and therefore
-    # computes the same bits.
-    if ranks.device.type == "cpu":
-        kept = None
-        if saved is not None and saved.machine.is_like(ranks):
-            kept = saved.machine.threads
-        if reason := threads.choose_threads(kept):
-            say(reason)
-    bound = planned_steps(settings, loader)
-    progress = Progress(total_steps=bound, expected_steps=bound)
-
-    # A resumed run is compiled if it was compiled before.
-    is_long = compilation.is_long_run(progress.total_steps, settings.max_minutes)
+    # A run that is resumed on the same kind of machine keeps its number of threads, and any resumed
+    # run stays compiled or not. Both change how sums are rounded.
+    threads_kept = None
+    is_long = compilation.is_long_run(bound, settings.max_minutes)
     is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
+    if saved is not None and saved.machine.is_like(ranks):
+        threads_kept = saved.machine.threads
     if saved is not None and settings.compile == "auto":
         is_compiled = saved.machine.compiled
-    trainer = Trainer(
-        settings,
-        loader,
-        ranks,
-        bos=corpus.tokenizer.bos if settings.document_mask else None,
-        is_compiled=is_compiled,
-    )
+    if ranks.device.type == "cpu" and (reason := threads.choose_threads(threads_kept)):
+        say(reason)
+    trainer = Trainer(env, is_compiled)
 
-    # A resumed run keeps its micro-batch, which affects rounding, unless the micro-batch no longer
-    # divides the batch per process, because the number of processes has changed.
+    # A resumed run also keeps its micro-batch, unless the number of processes makes that impossible.
     rows = settings.sequences_per_process(ranks.world_size)
     keeps_micro_batch = saved is not None and settings.micro_batch is None
     if keeps_micro_batch and rows % saved.machine.micro_batch == 0:
@@ -268,78 +258,20 @@ def build_run(
     else:
         micro_batch_size = choose_micro_batch(trainer, settings)
 
-    meter = Meter(
-        trainer.loss_names,
-        flops_per_token=trainer.model.training_flops(),
-        whole_flops_per_token=trainer.model.training_flops(whole_attention=True),
-        batch_tokens=settings.batch_tokens,
-        loader=loader,
-        ranks=ranks,
-        clock=clock,
-    )
-    budget = TimeBudget(
-        settings,
-        corpus,
-        ranks,
-        clock,
-        schedule=trainer.schedule,
-        is_compiled=is_compiled,
-        bound=progress.total_steps,
-        num_parameters=trainer.model.num_parameters(),
-    )
-    log = Logger(
-        run_dir,
-        settings,
-        clock,
-        steps_per_epoch=loader.rows_per_epoch / loader.batch_size,
-        is_enabled=ranks.is_main,
-    )
-    evaluator = Evaluator(
-        settings,
-        corpus,
-        trainer,
-        log=log,
-        signals=signals,
-        clock=clock,
-        batch_size=micro_batch_size,
-    )
-    checkpointer = Checkpointer(
-        settings,
-        overrides,
-        run_dir,
-        corpus=corpus,
-        trainer=trainer,
-        micro_batch_size=micro_batch_size,
-        meter=meter,
-        budget=budget,
-        evaluator=evaluator,
-        log=log,
-        clock=clock,
-    )
-
-    # Restore or start.
+    meter = Meter(env, trainer)
+    budget = TimeBudget(env)
+    log = Logger(env)
+    evaluator = Evaluator(env, trainer, log, micro_batch_size)
+    checkpointer = Checkpointer(env, trainer, micro_batch_size, meter, budget, evaluator, log)
     if saved is not None:
         checkpointer.restore(saved, progress)
     else:
-        if pretrained is not None:
-            checkpoint.load_weights(trainer.model, pretrained)
-            say(f"starting from the weights of {pretrained}")
-        log.open({})
+        if start.pretrained is not None:
+            checkpoint.load_weights(trainer.model, start.pretrained)
+            say(f"starting from the weights of {start.pretrained}")
+        log.open()
     return Run(
-        settings=settings,
-        corpus=corpus,
-        run_dir=run_dir,
-        ranks=ranks,
-        signals=signals,
-        clock=clock,
-        progress=progress,
-        trainer=trainer,
-        micro_batch_size=micro_batch_size,
-        meter=meter,
-        budget=budget,
-        log=log,
-        evaluator=evaluator,
-        checkpointer=checkpointer,
+        env, progress, trainer, micro_batch_size, meter, budget, log, evaluator, checkpointer
     )
 
 
@@ -355,23 +287,23 @@ def describe_end(steps: float, minutes: float | None) -> str:
 
 def summary(run: Run) -> str:
     """Return the lines printed before a run starts: its sizes, device, precision, and length."""
-    settings = run.settings
+    env = run.env
+    settings = env.settings
     trainer = run.trainer
     total_steps = run.progress.total_steps
-    passes = total_steps * trainer.loader.batch_size / trainer.loader.rows_per_epoch
+    passes = total_steps * env.loader.batch_size / env.loader.rows_per_epoch
     text = (
-        f"{run.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
-        f"{run.meter.flops_per_token / 1e6:.0f} MFLOP per token, {run.corpus.description}\n"
-        f"{run.ranks.world_size} x {run.ranks.device}, "
-        f"{hardware.describe_products(run.ranks.device, trainer.precision)}, "
+        f"{env.run_dir}: {trainer.model.num_parameters() / 1e6:.1f} M parameters, "
+        f"{run.meter.flops_per_token / 1e6:.0f} MFLOP per token, {env.corpus.description}\n"
+        f"{env.ranks.world_size} x {env.ranks.device}, {trainer.precision}, "
         f"compile={trainer.is_compiled}, micro_batch={run.micro_batch_size}\n"
         f"ends after {describe_end(total_steps, settings.max_minutes)}"
     )
     if 1 < passes < math.inf:
         text += f", in at most {passes:.1f} passes over the text"
-    held_out = run.corpus.validation_tokens(settings.context)
+    held_out = env.corpus.validation_tokens(settings.context)
     if settings.eval_tokens is not None and settings.eval_tokens > held_out:
         text += f"\nevaluates on all {held_out:,} held-out tokens, because eval_tokens is larger"
-    # After resuming, the rates may be scaled for another number of steps than the run's last step.
-    steps = run.progress.expected_steps
-    return f"{text}\n{trainer.describe_rates(None if steps == math.inf else steps)}"
+    if run.budget.is_fitted:  # otherwise, the rates are printed when the number of steps is known
+        text += f"\n{trainer.rates.describe(run.progress.expected_steps)}"
+    return text

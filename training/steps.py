@@ -12,16 +12,15 @@ class Progress:
     """The position of a run, in optimizer steps."""
 
     step: int = 0  # number of completed steps
-    # The last step: the limit by steps, tokens or passes (infinite without one), until the number
-    # of steps is fitted to max_minutes.
+    bound: float = math.inf  # the limit by steps, tokens or passes; infinite without one
+    # The last step, to which the schedule leads: the bound, until the number of steps is fitted to
+    # max_minutes.
     total_steps: float = math.inf
-    # The number of steps that scales the learning rates: an estimate until the first fit, then the
-    # number that was fitted first.
+    # The number of steps to which the peak learning rates are scaled. While steps are timed, it is
+    # an estimate that would make the schedule decay too early or too late.
     expected_steps: float = math.inf
     first_step: int = 0  # step at which this process began
     saved_step: int = 0  # step of the newest checkpoint
-    is_complete: bool = False  # whether an earlier process has finished the run, and its log
-    ended_step: int | None = None  # the last step before the run was extended
     eval_tokens: int | None = None  # held-out tokens per evaluation; None until planned
 
     def start_at(self, step: int) -> None:
@@ -35,9 +34,8 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps, and at the last step, even if the run is extended later."""
-        is_end = self.is_finished or self.step == self.ended_step
-        return self.step > 0 and (self.step % interval == 0 or is_end)
+        """True every `interval` steps, and at the last step."""
+        return self.step > 0 and (self.step % interval == 0 or self.is_finished)
 
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:

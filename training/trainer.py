@@ -4,26 +4,18 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 
 import torch
 from torch import Tensor, nn
 
-from data.loader import Loader
-from run import compilation, hardware, sharding
-from run.distributed import DistEnv
+from run import compilation, hardware
+from run.distributed import full_tensor
 from run.hardware import to_device
 from run.instantiate import instantiate
-from run.progress import waiting
-from run.settings import Settings
-from training import rates
-from training.optimizer_state import learning_rates, set_learning_rates
+from training.environment import Environment
 from training.parallel import build_parallel, compile_model
-from training.schedules import limit_warmup
+from training.rates import LearningRates
 from training.steps import Progress
-
-SLOW_STEP = 5  # multiple of the usual patience after which a slow step is announced
-LONG_STEP = 1.0  # seconds; a step is watched only if the previous one took longer
 
 
 @dataclass(frozen=True)
@@ -38,28 +30,19 @@ class StepResult:
 
 
 class Trainer:
-    """The model, its optimizers, and the step. All ranks call the same methods.
+    """The model, its optimizers, and the step. All ranks call the same methods."""
 
-    If `bos` is given, it begins each document, and tokens attend only within their own document.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        loader: Loader,
-        ranks: DistEnv,
-        *,
-        bos: int | None,
-        is_compiled: bool,
-    ):
-        self.settings = settings
-        self.loader = loader
-        self.ranks = ranks
+    def __init__(self, env: Environment, is_compiled: bool):
+        settings = self.settings = env.settings
+        ranks = self.ranks = env.ranks
+        self.loader = env.loader
         self.is_compiled = is_compiled
         self.precision = hardware.pick_precision(settings.precision, ranks.device)
 
         # `loss_module` maps tokens to the loss; `parallel` is what a step calls: DDP around the
         # loss module, or else the loss module itself.
+        # With document_mask, tokens attend only to tokens of their document, which begins with bos.
+        bos = env.corpus.tokenizer.bos if settings.document_mask else None
         self.loss_module, self.parallel = build_parallel(settings, ranks, self.precision, bos=bos)
         self.is_ddp = self.parallel is not self.loss_module
         self.model = self.loss_module.model
@@ -67,60 +50,37 @@ class Trainer:
         self.loss_names = ("train_loss", *self.model.loss_names)
 
         # Optimizers, learning rates, and a loss scale that keeps gradients within fp16's range.
-        self.optimizers = instantiate(settings.optimizer, "training")(self.model)
+        new_optimizers = instantiate(settings.optimizer, "training")
+        self.optimizers = new_optimizers(self.model)
+        self.rates = LearningRates(
+            self.optimizers,
+            new_optimizers.keywords.get("reference"),
+            settings.model["dim"],
+            settings.batch_tokens,
+        )
         self.schedule = instantiate(settings.schedule, "training")
-        self.reference = instantiate(settings.optimizer.get("reference"), "training")
         is_fp16 = self.precision == torch.float16
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=is_fp16)
-        self.may_be_slow = True  # whether the next step may be slow enough to be announced
-
-    def run_factor(self, steps: float) -> float:
-        """Return the factor of all peak rates in a run of `steps` steps."""
-        if self.reference is None:
-            return 1.0
-        settings = self.settings
-        return self.reference.run_factor(settings.model["dim"], settings.batch_tokens, steps)
-
-    def describe_rates(self, steps: float | None) -> str:
-        """Return lines about the peak rates of a run of `steps` steps (None if not known yet)."""
-        settings = self.settings
-        text = rates.describe(
-            self.optimizers, self.reference, settings.model["dim"], settings.batch_tokens, steps
-        )
-        warmup = settings.schedule.get("warmup", 0)
-        if steps is not None and limit_warmup(warmup, steps) < warmup:
-            text += (
-                f"\nthe warm-up is limited to a fifth of the run, {limit_warmup(warmup, steps)} "
-                f"steps instead of schedule.warmup={warmup}"
-            )
-        return text
 
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
         """Take an optimizer step over `batch_tokens` tokens across all ranks.
 
         A forward pass takes `micro_batch_size` rows. A process's first step compiles the model.
         """
-        factor = self.schedule(progress.step, progress.total_steps)
-        set_learning_rates(self.optimizers, factor * self.run_factor(progress.expected_steps))
+        scheduled = self.schedule(progress.step, progress.total_steps)
+        self.rates.set_rates(scheduled, progress.expected_steps)
         compiles = self.is_compiled and progress.step == progress.first_step
         if compiles:
             loss_sums = self.compile_gradients(progress.step, micro_batch_size)
         else:
-            start = monotonic()
-            wait = nullcontext()
-            if self.may_be_slow:
-                message = f"step {progress.step + 1} is slow (to shorten steps, lower batch_tokens)"
-                wait = waiting(message, patience_factor=SLOW_STEP)
-            with wait:
-                loss_sums = self.compute_gradients(progress.step, micro_batch_size)
-            self.may_be_slow = monotonic() - start > LONG_STEP
+            loss_sums = self.compute_gradients(progress.step, micro_batch_size)
 
         # Clip.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         max_norm = self.settings.clip or math.inf
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        grad_norm = sharding.full_tensor(grad_norm)
+        grad_norm = full_tensor(grad_norm)
 
         # Update the weights. After an infinite gradient in fp16, the scale is reduced and the step
         # is skipped, because clipping by an infinite norm has spoiled every gradient.
@@ -140,7 +100,7 @@ class Trainer:
             loss_sums=loss_sums,
             grad_norm=grad_norm,
             is_finite=is_finite,
-            learning_rates=learning_rates(self.optimizers),
+            learning_rates=self.rates.by_name(),
             has_compiled=compiles,
         )
 
@@ -187,12 +147,12 @@ class Trainer:
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)
-        with waiting("compiling the training step (to skip compilation: compile=false)"):
-            loss_sums = compilation.compile_and_run(
-                compute,
-                is_required=self.settings.compile is True or self.ranks.world_size > 1,
-                option="compile=false",
-            )
+        loss_sums = compilation.compile_and_run(
+            compute,
+            "the training step",
+            is_required=self.settings.compile is True or self.ranks.world_size > 1,
+            option="compile=false",
+        )
         if loss_sums is None:
             torch.compiler.set_stance("force_eager")  # from now on
             self.is_compiled = False

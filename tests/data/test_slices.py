@@ -45,10 +45,10 @@ def test_slices_without_targets_are_omitted():
 
 def test_slice_losses_match_losses_computed_from_logits(run_of):
     run = run_of()
-    tokens = run.corpus.validation
+    tokens = run.env.corpus.validation
     take_step(run)
     run.evaluator.evaluate(run.progress)
-    line = metrics(run.run_dir)[-1]
+    line = metrics(run.env.run_dir)[-1]
     slices = line["slices"]
     nats = nats_by_token(run.trainer.model, tokens.tolist())
     assert line["val_loss"] == pytest.approx(np.mean(nats), abs=1e-6)

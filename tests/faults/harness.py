@@ -26,14 +26,14 @@ from data.corpus import Corpus
 from data.loader import Loader
 from data.prepare import Source
 from data.sources import Text
-from run import errors, folder, sealed
+from run import checkpoint, errors, folder
 from run.distributed import DistEnv
-from run.settings import Settings
 from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
 from training import logger, setup
 from training.clock import Clock
+from training.environment import Environment
 
 tqdm.set_lock(RLock())  # tqdm's default lock is shared between forks, and a killed fork may hold it
 CONTEXT = 8  # also the length of samples
@@ -61,13 +61,25 @@ class Job:
 
     def with_words(self, *words: str) -> Action:
         """The run with additional overrides, composed once in this process for all forks."""
-        return partial(self.train, settings_of(*TINY, *WORDS, *STEPS, *words))
+        words = (*TINY, *WORDS, *STEPS, *words)
+        settings_of(*words)
+        return partial(self.train, words)
 
-    def train(self, settings: Settings) -> int:
+    def train(self, words: tuple[str, ...]) -> int:
         """Run train.py, with resume=true if the folder exists; return the exit code."""
-        settings.run_dir = str(self.root / "run")
-        settings.resume = Path(settings.run_dir).exists()
+        run = self.root / "run"
+        settings = settings_of(*words)
+        settings.run_dir = str(run)
+        settings.resume = run.exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
+        begin = setup.Start()
+        with errors.report_errors(), errors.user_input():
+            if settings.resume and folder.has_checkpoint(run):
+                begin = setup.Start(checkpoint.newest_checkpoint(run))
+                saved = checkpoint.load_config(begin.resumed)
+                with mock.patch.object(folder, "compose", lambda words: settings_of(*words)):
+                    settings, changes = folder.resume_settings([*words], saved, run)
+                print(*changes, sep="\n", file=sys.stderr)
         loader = Loader(
             self.corpus.train,
             context=CONTEXT,
@@ -81,11 +93,11 @@ class Job:
             picture,
             Signals() as signals,
             errors.report_errors(),
-            folder.open_run_dir(settings, ranks) as run_dir,
+            folder.open_run_dir(settings, ranks, begin.resumed) as run_dir,
         ):
             clock = Clock(monotonic())
-            run = setup.build_run(settings, self.corpus, loader, run_dir, ranks, signals, clock)
-            return train(run)
+            env = Environment(settings, self.corpus, loader, run_dir, ranks, signals, clock)
+            return train(setup.build_run(env, begin))
 
     def fresh(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -103,7 +115,7 @@ class Job:
             .read_text(encoding="utf-8")
             .splitlines()
         ]
-        timed = {"seconds", "tokens_per_second", "peak_memory_bytes", "other_load"}
+        timed = {"seconds", "tokens_per_second", "peak_memory_bytes"}
         timed |= {"mfu", "mfu_whole_attention"}
         curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
         last = self.checkpoints[-1]
@@ -215,7 +227,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
 
 def trusting() -> None:
     """Mimic a common loader that accepts any file with the right name."""
-    sealed.verify = lambda folder, fix, **_: {}
+    checkpoint.verify = lambda folder, fix, **_: {}
 
 
 def in_place() -> None:
@@ -226,7 +238,7 @@ def in_place() -> None:
         folder.mkdir(parents=True)
         yield folder
 
-    sealed.atomic_directory = written
+    checkpoint.atomic_directory = written
     trusting()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from run import sealed
+from run import checkpoint
 from tests.faults import harness
 from tests.faults.harness import Job, copying, finish, forked, killed_at, start
 
@@ -83,7 +83,7 @@ def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
         harness.lose_power(record, there)
         for path in there:
             try:
-                sealed.verify(path, "")
+                checkpoint.verify(path, "")
             except Exception:
                 found.append(f"operation {event}: {path.name} was lost")
         found += [f"operation {event}: {problem}" for problem in judged(job, forked(job), whole)]
@@ -124,7 +124,7 @@ def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", named)
-    with sealed.atomic_directory(tmp_path / "folder") as unsealed:
+    with checkpoint.atomic_directory(tmp_path / "folder") as unsealed:
         for name in ("a", "b"):
             (unsealed / name).write_bytes(b"x")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
@@ -143,7 +143,7 @@ def test_a_disk_error_in_any_sync_leaves_no_incomplete_folder(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", failing)
     with (
         pytest.raises(OSError, match="No space"),
-        sealed.atomic_directory(tmp_path / "folder") as unsealed,
+        checkpoint.atomic_directory(tmp_path / "folder") as unsealed,
     ):
         for name in ("a", "b"):
             (unsealed / name).write_bytes(b"x")

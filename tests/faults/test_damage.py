@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.prepare import prepare
-from run import checkpoint, sealed
+from run import checkpoint
 from run.checkpoint import load_model
 from run.errors import IntegrityError
 from tests.conftest import tree_of
@@ -46,10 +46,6 @@ def swap(path: Path, draw: random.Random) -> None:
     path.rename(path.with_name("aside")), other.rename(path), path.with_name("aside").rename(other)
 
 
-def link(path: Path, _: random.Random) -> None:
-    path.rename(path.parents[2] / "elsewhere"), path.symlink_to(path.parents[2] / "elsewhere")
-
-
 @pytest.fixture
 def spoiled(job, whole):
     """A function that returns a fresh copy of the uninterrupted run, which tests then damage."""
@@ -76,7 +72,7 @@ def damage(renew, ways: list, tries: int) -> list[str]:
             taken = checkpoint.newest_checkpoint(job.root / "run")
         except IntegrityError:  # both checkpoints were damaged
             taken = way is swap or None
-        same = path.is_file() and not path.is_symlink() and path.read_bytes() == before
+        same = path.is_file() and path.read_bytes() == before
         if not taken or (path.parent == taken and not same):
             missed.append(f"{way.__name__} of {path.name}")
         if not same and not path.parent.exists():
@@ -93,13 +89,15 @@ def test_a_thousand_flipped_bits_are_detected(spoiled, capfd):
     assert "damaged file" in capfd.readouterr().err
 
 
-def test_truncated_deleted_swapped_and_linked_files_are_detected(spoiled):
-    assert damage(spoiled, [cut, empty, delete, swap, link], 200) == []
+def test_truncated_deleted_and_swapped_files_are_detected(spoiled):
+    assert damage(spoiled, [cut, empty, delete, swap], 200) == []
 
 
 @pytest.mark.parametrize("ways", [[flip], [swap]])
 def test_disabling_verification_loads_damaged_files(spoiled, ways, monkeypatch):
-    monkeypatch.setattr(sealed, "verify", sealed.verify)  # lets monkeypatch undo harness.trusting
+    monkeypatch.setattr(
+        checkpoint, "verify", checkpoint.verify
+    )  # lets monkeypatch undo harness.trusting
     harness.trusting()
     assert len(damage(spoiled, ways, 20)) > 5
 
@@ -117,10 +115,10 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
 
 def forge(folder: Path, name: str, raw: bytes) -> None:
     """Put a file into a checkpoint and write a matching manifest, as an attacker could."""
-    about = sealed.verify(folder, "")
+    about = checkpoint.verify(folder, "")
     rest = {other: (folder / other).read_bytes() for other in about} | {name: raw}
     shutil.rmtree(folder)
-    with sealed.atomic_directory(folder) as staging:
+    with checkpoint.atomic_directory(folder) as staging:
         for other, content in rest.items():
             (staging / other).write_bytes(content)
 
@@ -195,52 +193,30 @@ def loaded(run: Path) -> None:
         load_model(checkpoint.newest_checkpoint(run), "cpu")
 
 
-def test_manifest_entries_outside_the_folder_are_refused(tmp_path):
-    (tmp_path / "secret").write_bytes(b"x")
-    for name in ("../secret", str(tmp_path / "secret"), "a/../../secret", "link"):
-        folder = tmp_path / "folder"
-        with sealed.atomic_directory(folder):
-            pass
-        (folder / "link").symlink_to(tmp_path / "secret")
-        body = json.dumps({"name": "folder", "files": {name: "?"}}).encode()
-        (folder / "manifest.json").write_bytes(body)
-        with pytest.raises(IntegrityError, match="is a link, or not directly in the folder"):
-            sealed.verify(folder, "")
-        sealed.remove(folder)
-
-
 @pytest.mark.parametrize("is_earlier", [False, True])
 def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path, is_earlier):
-    with sealed.atomic_directory(tmp_path / "folder") as folder:
+    with checkpoint.atomic_directory(tmp_path / "folder") as folder:
         for name in ("model.safetensors", "config.json"):
             (folder / name).write_bytes(name.encode())
     manifest = tmp_path / "folder" / "manifest.json"
     content = manifest.read_bytes()
     if is_earlier:  # its own hash was in the last line
         manifest.write_bytes(content + b"\n" + sha256(content + b"\n").hexdigest().encode() + b"\n")
-        assert len(sealed.verify(tmp_path / "folder", "")) == 2
+        assert len(checkpoint.verify(tmp_path / "folder", "")) == 2
         return
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(flipped)
         with pytest.raises(IntegrityError):
-            sealed.verify(tmp_path / "folder", "")
+            checkpoint.verify(tmp_path / "folder", "")
 
 
 def test_a_deeply_nested_manifest_is_reported_as_damage(tmp_path):
     body = 100_000 * b"[" + b"\n"
     (tmp_path / "manifest.json").write_bytes(body)
     with pytest.raises(IntegrityError, match="recursion"):
-        sealed.verify(tmp_path, "none")
-
-
-def test_removing_a_link_keeps_its_target(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").touch()
-    (tmp_path / "step-00000001").symlink_to(tmp_path / "mine")
-    sealed.remove(tmp_path / "step-00000001")
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
+        checkpoint.verify(tmp_path, "none")
 
 
 def test_a_damaged_corpus_is_refused(tmp_path, story):
@@ -250,7 +226,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, story):
     shutil.copytree(folder, tmp_path / "good")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", "tokenizer.model", "train-00000.bin", "validation-00000.bin"]
-    for way in (flip, cut, empty, delete, link):
+    for way in (flip, cut, empty, delete):
         for name in names:
             way(folder / name, draw)
             with pytest.raises(IntegrityError, match="which will be rebuilt"):

@@ -16,7 +16,7 @@ from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from inference.load import load
 from inference.text import generate_text
-from run import checkpoint, errors, hardware, instantiate, sealed
+from run import checkpoint, errors, hardware, instantiate
 from run.compose import compose
 from run.errors import IntegrityError
 from run.settings import Settings, flatten
@@ -221,7 +221,7 @@ def take_folder(folder: Path) -> None:
 def take_checkpoint(path: Path) -> None:
     """Seal a damaged checkpoint as if it were intact, and use it as the commands do."""
     (path / "manifest.json").unlink()
-    with sealed.atomic_directory(path.with_name("sealed")) as staging:
+    with checkpoint.atomic_directory(path.with_name("sealed")) as staging:
         shutil.copytree(path, staging, dirs_exist_ok=True)
     model, tokenizer, _ = load(path.with_name("sealed"), "cpu")
     generate_text(model, tokenizer, "Ann é", max_new_tokens=4)

@@ -2,7 +2,7 @@
 
 import json
 import os
-import shlex
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from model.build import build_model
-from run import checkpoint
+from run import checkpoint, folder
 from run.signals import Signals
-from tests.conftest import LONG, ROOT, TINY, tree_of
+from tests.conftest import LONG, ROOT, TINY, settings_of, tree_of
 from tests.faults.harness import forked
-from training import budget, checkpointer, evaluation, optimizers, setup, trainer
+from training import checkpointer, evaluation, optimizers, setup, trainer
 from training.budget import TimeBudget
 
 
@@ -75,7 +75,7 @@ def test_interrupted_runs_differ_if_any_state_is_not_restored(job, whole, broken
             if broken == "reported_step":
                 self.meter.reported_step = progress.step
             if broken == "log":
-                self.log.open({})
+                self.log.open()
             if broken == "reseeded":
                 self.trainer.loader.seed += progress.step
 
@@ -153,30 +153,16 @@ def test_a_diverged_run_resumes_from_its_last_checkpoint(job, optimizer, monkeyp
 
 
 def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
-    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
+    monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (4, True))
     job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (6, True))
+    monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (7, True))
     assert forked(job.with_words("steps=100", "max_minutes=1")) == 0
     assert job.checkpoints[-1].name == "step-00000004"
 
 
-def test_a_fitted_run_without_its_time_limit_keeps_its_steps_after_every_resume(job, monkeypatch):
-    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, step: (3, True))
-    job.fresh()
-    words = ("steps=null", "max_epochs=1")
-    assert forked(job.with_words(*words, "max_minutes=1"), one_step_only) == 75
-    for _ in range(2):
-        assert forked(job.with_words(*words, "max_minutes=null"), one_step_only) == 75
-    assert forked(job.with_words(*words, "max_minutes=null")) == 0
-    assert job.checkpoints[-1].name == "step-00000004"
-
-
 def test_a_time_limit_that_is_set_after_an_exact_number_of_steps_is_obeyed(job, monkeypatch):
-    monkeypatch.setattr(budget, "EVALUATION_COST", 0.0)
-    monkeypatch.setattr(TimeBudget, "count_steps", lambda self, progress: (6 - progress.step, True))
+    monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (6, True))
     job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
     assert forked(job.with_words("steps=50", "max_minutes=null"), one_step_only) == 75
@@ -251,100 +237,104 @@ def test_evaluation_sampling_and_logging_do_not_change_training(job, whole):
     assert job.curve()[-1] == whole.curve()[-1]
 
 
-FIXED = {
-    "seed": 1,
-    "context": 32,
-    "batch_tokens": 128,
-    "document_mask": True,
-    "text": "b",
-    "model": {"dim": 2},
-}
-FREE = {
-    "steps": 9,
-    "eval_every": 9,
-    "clip": None,
-    "schedule": {"warmup": 9},
-    "precision": "fp32",
-    "micro_batch": 9,
-}
-THEN = {
-    "seed": 0,
-    "context": 16,
-    "batch_tokens": 64,
-    "document_mask": False,
-    "text": "a",
-    "model": {"dim": 1},
-    "steps": 1,
-    "eval_every": 1,
-    "clip": 1.0,
-    "schedule": {"warmup": 1},
-    "precision": "bf16",
-    "micro_batch": 1,
-    "machine": {"threads": 1},
-    "resume": False,
-    "name": "a",
-}
-
-
-@pytest.mark.parametrize("key", [*FIXED, *FREE])
-def test_resume_reports_allowed_changes_and_refuses_others(key):
-    now = THEN | {key: (FIXED | FREE)[key]}
-    if key in FIXED:
-        with pytest.raises(ValueError, match=rf"{key}[.a-z]* \(was .*, now .*\)\. fix: "):
-            checkpointer.check_resumed(THEN, now, Path("step-00000001"))
-    else:
-        assert f"changed since step-00000001: {key}" in checkpointer.check_resumed(
-            THEN, now, Path("step-00000001")
-        )
-
-
-def test_resume_refuses_a_run_with_a_different_row_order():
-    now = THEN | {"row_order": 2}  # a run of the first version has no such key
-    with pytest.raises(ValueError, match="00001 was saved by a version that reads the rows"):
-        checkpointer.check_resumed(THEN, now, Path("run/checkpoints/step-00000001"))
-
-
-@pytest.mark.parametrize("change", [{"row_order": 2}, {"seed": 1}])
-def test_the_override_for_a_new_run_can_be_pasted_if_the_path_has_a_space(change):
-    with pytest.raises(ValueError, match="init_from=") as refused:
-        checkpointer.check_resumed(THEN, THEN | change, Path("my run/checkpoints/step-00000001"))
-    pasted = str(refused.value).rpartition(" and add ")[2]
-    assert shlex.split(pasted) == ["init_from=my run"]
+BEGAN = ("model=tiny", "attention=mqa", "optimizer=adamw", "optimizer.lr=0.01", "seed=3")
 
 
 @pytest.mark.parametrize(
-    ("model", "can_start"), [({"dim": 1, "context": 32}, True), ({"dim": 2}, False)]
+    ("typed", "changed"),
+    [
+        ("", []),
+        (" ".join(BEGAN), []),
+        ("steps=9 max_minutes=7", ["steps", "max_minutes"]),
+        ("optimizer.lr=0.02", ["optimizer.lr"]),
+        ("optimizer=adamw", ["optimizer.lr"]),
+        (
+            "schedule=cosine",
+            ["schedule._target_", "schedule.warmup", "schedule.cooldown", "schedule.floor"],
+        ),
+        ("precision=fp32 micro_batch=1 sharded=true", ["precision", "micro_batch", "sharded"]),
+        ("eval_every=9 clip=null wandb=offline", ["eval_every", "clip", "wandb"]),
+        ("attention.kv_heads=1 data.vocab_size=4096 context=256", []),
+        ("run_dir=elsewhere resume=true", []),
+    ],
 )
-def test_a_refused_resume_suggests_weights_only_for_the_same_architecture(model, can_start):
-    with pytest.raises(ValueError, match="start a new run") as refused:
-        checkpointer.check_resumed(
-            THEN, THEN | {"model": model}, Path("r/checkpoints/step-00000001")
-        )
-    assert ("add init_from=r" in str(refused.value)) == can_start
+def test_a_resumed_run_has_its_saved_settings_and_the_changes_of_a_table(typed, changed):
+    saved = settings_of(*BEGAN).model_dump()
+    settings, told = folder.resume_settings(typed.split(), saved, Path("run"))
+    now = settings.model_dump()
+    assert sorted(line.partition(" ")[0] for line in told) == sorted(changed)
+    assert (now.pop("run_dir"), now.pop("resume")) == ("run", True)
+    for key, value in folder.by_name(now).items():
+        expected = settings_of(*(typed.split() if key in changed else BEGAN))
+        assert value == folder.by_name(expected.model_dump())[key], key
+    assert ("schedule.cooldown" in folder.by_name(now)) == (typed != "schedule=cosine")
 
 
-def test_resume_reports_a_change_of_machine():
-    said = checkpointer.check_resumed(
-        THEN, THEN | {"machine": {"threads": 2}, "resume": True}, Path("step-00000001")
-    )
-    assert said == "changed since step-00000001: machine.threads (was 1, now 2)"
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("seed=0", "seed"),
+        ("context=128", "context"),
+        ("batch_tokens=512", "batch_tokens"),
+        ("document_mask=true", "document_mask"),
+        ("z_loss=0.1", "z_loss"),
+        ("model=small", "model.dim"),
+        ("model.tied=true", "model.tied"),
+        ("attention=gqa", "attention.kv_heads"),
+        ("attention.kv_heads=2", "attention.kv_heads"),
+        ("ffn=gelu", "ffn._target_"),
+        ("data=recall", "data._target_"),
+        ("data.vocab_size=512", "data.vocab_size"),
+        ("optimizer=muon", "optimizer._target_"),
+        ("init_from=other", "init_from"),
+        ("experiment=tinystories", "data._target_"),
+    ],
+)
+def test_a_resumed_run_refuses_any_other_change(typed, key):
+    saved = settings_of(*BEGAN).model_dump()
+    with pytest.raises(ValueError, match=rf"\b{re.escape(key)} \(was .*init_from=run"):
+        folder.resume_settings(typed.split(), saved, Path("run"))
 
 
-def test_resume_refuses_a_changed_seed_batch_size_model_or_row_order(job, capfd, monkeypatch):
+def test_a_run_of_another_version_is_refused_by_its_keys():
+    saved = settings_of(*BEGAN).model_dump() | {"ema": 0.9}
+    del saved["wandb"]
+    with pytest.raises(ValueError, match=r"another version .*ema, wandb.*init_from=run"):
+        folder.resume_settings([], saved, Path("run"))
+
+
+def test_the_rates_of_a_run_without_a_reference_can_be_changed():
+    saved = settings_of(*BEGAN, "optimizer.reference=null").model_dump()
+    settings, _ = folder.resume_settings(["optimizer=adamw"], saved, Path("run"))
+    assert settings.optimizer == settings_of("optimizer=adamw").optimizer
+    # The rates of a run from pretrained weights stay unscaled.
+    saved |= {"init_from": "runs/first"}
+    settings, told = folder.resume_settings(["optimizer=adamw"], saved, Path("run"))
+    assert settings.optimizer["reference"] is None and "optimizer.lr" in told[0]
+    # The run that it started from may be gone, and its name no longer a path.
+    assert folder.resume_settings(["init_from=first"], saved, Path("run"))[1] == []
+
+
+def test_a_text_that_was_moved_and_a_teacher_that_was_trained_on_can_be_given(tmp_path):
+    saved = settings_of(*BEGAN, "data=text", "data.path=here.txt").model_dump()
+    teacher = tmp_path / "checkpoints" / "step-00000001"
+    teacher.mkdir(parents=True)
+    saved |= {"distill": str(teacher)}
+    typed = ["data=text", "data.path=there.txt", f"distill={tmp_path}"]
+    settings, told = folder.resume_settings(typed, saved, Path("run"))
+    assert settings.data["path"] == "there.txt" and len(told) == 1
+    teacher.rmdir()  # the teacher's run keeps only its newest checkpoints
+    settings, told = folder.resume_settings(typed, saved, Path("run"))
+    assert settings.distill == str(tmp_path) and len(told) == 2
+
+
+def test_a_refused_change_leaves_the_run_as_it_is(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
-    for word in ("seed=1", "batch_tokens=128", "model.tied=true"):
-        assert forked(job.with_words(word)) == 2
-        assert f"{word.partition('=')[0]} (was" in capfd.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr("data.corpus.ROW_ORDER", 1)
-        assert forked(job.with_words()) == 2
-        assert "in a different order. fix: " in capfd.readouterr().err
+    assert forked(job.with_words("seed=1")) == 2
+    assert "seed (was 0, now 1)" in capfd.readouterr().err
     assert forked(job.with_words("optimizer.lr=0.001")) == 0
-    assert (
-        "changed since step-00000002: optimizer.lr (was 0.035, now 0.001), steps (was 2"
-        in capfd.readouterr().err
-    )
+    assert "optimizer.lr (was 0.035, now 0.001)" in capfd.readouterr().err
 
 
 LOADING = """
@@ -354,7 +344,7 @@ from pathlib import Path
 import torch
 from model.build import build_model
 from run.checkpoint import load_model
-from run import checkpoint
+from run import checkpoint, folder
 torch.set_num_threads(1)
 tree = checkpoint.load_config(Path(sys.argv[2]))["model"]
 build_model(tree, "meta")  # all that is imported on the way

@@ -1,5 +1,6 @@
 """Full disks lose no checkpoint, and a run locks its folder until its process ends."""
 
+import errno
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 
 from data.prepare import prepare
 from data.tokenizer import Tokenizer
-from run import checkpoint, folder
+from run import checkpoint, folder, progress
 from tests.conftest import LONG, TINY
 from tests.faults.harness import at_most, finish, forked, source, start, wait_for
 
@@ -138,3 +139,20 @@ def test_a_copied_checkpoint_is_not_removed(job):
     assert forked(job) == 0
     names = {path.name for path in (job.root / "run" / "checkpoints").iterdir()}
     assert names == {"step-00000002.bak", "step-00000003", "step-00000004"}
+
+
+def test_a_run_on_a_file_system_without_syncs_and_locks_gets_one_warning_each(
+    command, story, monkeypatch
+):
+    def refuse(*_) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    progress.warn_once.cache_clear()
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(folder.FileLock, "acquire", refuse)
+    words = ("train.py", *TINY, "data=text", f"data.path={story}", "data.vocab_size=400")
+    words += ("save_every=1", "run_dir=run")
+    first = command(*words, "steps=2").succeeded()
+    again = command(*words, "steps=3", "resume=true").succeeded()
+    assert first.err.count("synced") == first.err.count("locked") == 1
+    assert "resuming step 2" in again.err and "warning" not in again.err

@@ -28,7 +28,7 @@ from model.attention.kernels import flex, fused
 from model.build import build_model
 from model.context import ForwardContext
 from model.transformer import Transformer
-from run import hardware
+from run import checkpoint, hardware
 from run.distributed import DistEnv
 from run.signals import Signals
 from tests import conftest
@@ -38,6 +38,7 @@ from tools.scoring import Row, load_to_score, total_nats
 from train import report, take_step
 from training import setup
 from training.clock import Clock
+from training.environment import Environment
 from training.optimizers import newton_schulz
 from training.trainer import Trainer
 
@@ -126,7 +127,10 @@ def run_of(gpu, tokenizer, tmp_path):
         loader = Loader(text, context=8, batch_size=8, seed=0)
         ranks = DistEnv(0, 1, CUDA)
         clock = Clock(monotonic())
-        return setup.build_run(settings, corpus, loader, tmp_path, ranks, Signals(), clock)
+        env = Environment(settings, corpus, loader, tmp_path, ranks, Signals(), clock)
+        is_resumed = "resume=true" in overrides
+        start = setup.Start(checkpoint.newest_checkpoint(tmp_path) if is_resumed else None)
+        return setup.build_run(env, start)
 
     return build
 
@@ -200,7 +204,7 @@ def test_a_run_can_be_saved_sampled_and_resumed(gpu, run_of, precision, override
 
     gpu.reset()
     saved.evaluator.sample(saved.progress)
-    num_tokens = saved.settings.context - 1
+    num_tokens = saved.env.settings.context - 1
     waits = {name: num * num_tokens for name, num in TOKEN_WAITS.items()}
     check(gpu, waits, torch.float32)  # sampling computes in fp32
 
@@ -215,7 +219,7 @@ def test_scoring_uses_fp32_weights_and_the_training_precision(gpu, run_of, varia
     saved = run_of("bf16", f"attention={variant}")
     take_step(saved)
     saved.checkpointer.save(saved.progress)
-    model, _, _, products = load_to_score(saved.run_dir, "cuda")
+    model, _, _, products = load_to_score(saved.env.run_dir, "cuda")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert products == saved.trainer.precision
     gpu.reset()

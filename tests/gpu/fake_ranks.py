@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -31,8 +33,11 @@ from torch.utils._pytree import tree_leaves
 
 from data.loader import Loader
 from run.distributed import DistEnv
+from run.signals import Signals
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
+from training.clock import Clock
+from training.environment import Environment
 from training.steps import Progress
 from training.trainer import Trainer
 
@@ -215,7 +220,6 @@ def simulate(*overrides: str, gpus: int) -> Step:
     settings.model["vocab_size"] = settings.data["vocab_size"]
     text = [np.zeros(context * (batch_size + 2), np.uint16)]
     loader = Loader(text, context=context, batch_size=batch_size, seed=0)
-    bos = 1 if settings.document_mask else None
 
     with ExitStack() as stack:
         device = torch.device("cpu")
@@ -227,7 +231,10 @@ def simulate(*overrides: str, gpus: int) -> Step:
             # Sampling initial values on the CPU would take minutes.
             stack.enter_context(patch("training.parallel.initial_values", lambda *args: []))
         monitor = stack.enter_context(RankMonitor(gpus, device))
-        trainer = Trainer(settings, loader, DistEnv(0, gpus, device), bos=bos, is_compiled=False)
+        corpus = SimpleNamespace(tokenizer=SimpleNamespace(bos=1))
+        ranks = DistEnv(0, gpus, device)
+        env = Environment(settings, corpus, loader, Path(), ranks, Signals(), Clock(0.0))
+        trainer = Trainer(env, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:
             trainer.parallel.register_comm_hook(None, all_reduce)
         # The first step creates the optimizer state, and the second creates DDP's final buckets.

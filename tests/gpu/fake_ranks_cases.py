@@ -11,9 +11,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.build import build_model
-from run.distributed import DistEnv
+from run.distributed import DistEnv, full_tensor, shard_like
 from run.settings import Settings
-from run.sharding import full_tensor, shard_like
 from tests.conftest import redraw, settings_of
 from tests.gpu.fake_ranks import MICRO_BATCHES, RankMonitor, Step, process_group, simulate
 from training.parallel import BUCKET_MIB, build_parallel, compile_model

@@ -12,7 +12,7 @@ import pytest
 from inference import generate_text, load, stream_text
 from inference.batch import Sequence
 from inference.text import detokenize
-from run import checkpoint, sealed
+from run import checkpoint
 from tests.conftest import Result, saved, tree_of
 
 GREEDY = " --temperature 0 --max-new-tokens "
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_found_from_any_folder_and_under_any_name(
         Path(run).symlink_to(step.absolute())
     else:  # a folder without a parent
         monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/", path.name))
-        monkeypatch.setattr(sealed, "verify", lambda *_, **__: {})
+        monkeypatch.setattr(checkpoint, "verify", lambda *_, **__: {})
         run = str(step)
         name = "step-00000001"
     result = generate("Ann had", GREEDY + "9", f"--run={run}").succeeded()

@@ -253,7 +253,7 @@ def test_a_trained_variant_decodes_from_its_checkpoint(run_of, variant):
         take_step(run)
     run.checkpointer.save(run.progress)
     with poisoned_memory():
-        loaded = load_model(checkpoint.newest_checkpoint(run.run_dir), "cpu")
+        loaded = load_model(checkpoint.newest_checkpoint(run.env.run_dir), "cpu")
     tokens, _ = run.trainer.loader(3)
     run.trainer.model.eval()
     with torch.no_grad():

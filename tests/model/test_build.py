@@ -157,7 +157,7 @@ def test_buffers_are_restored_on_loading_and_resuming(buffered_tree, run_of):
     attention.is_even.logical_not_()
     run.checkpointer.save(run.progress)
     with poisoned_memory():
-        loaded = load_model(checkpoint.newest_checkpoint(run.run_dir), "cpu")
+        loaded = load_model(checkpoint.newest_checkpoint(run.env.run_dir), "cpu")
         resumed = run_of(*overrides, "resume=true", folder="run")
     expected = dict(run.trainer.model.named_buffers())
     for model in (loaded, resumed.trainer.model):

@@ -205,7 +205,7 @@ def test_a_single_token_step_solves_no_triangular_system(preset, monkeypatch):
 def test_a_compiled_backward_stays_in_fp32_under_autocast(preset, run_of):
     """Autocast is disabled in the recurrence and must stay disabled in its backward."""
     run = run_of()
-    compile_model(run.trainer.loss_module, run.settings, run.ranks)
+    compile_model(run.trainer.loss_module, run.env.settings, run.env.ranks)
 
     def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(inputs[0].device):

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch.distributed import TCPStore
 
-from run.distributed import hard_exit
+from run.errors import hard_exit
 
 LONG = 600  # timeout in seconds for other processes, generous for a loaded machine
 # Modules that train.py imports inside functions.
@@ -21,7 +21,6 @@ LATE = (
     "hydra._internal.hydra",
     "matplotlib.backends.backend_agg",
     "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
 )
 

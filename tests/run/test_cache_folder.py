@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from run.cache_folder import cache_folder
+from run.paths import cache_folder
 from tests.conftest import TINY
 
 

@@ -9,10 +9,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from run import checkpoint, errors, sealed
+from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.errors import IntegrityError
-from run.folder import changes_since, newest_config
 from run.instantiate import instantiate
 from tests.conftest import saved, settings_of, tree_of
 from train import take_step
@@ -35,8 +34,8 @@ def test_a_key_missing_from_a_checkpoint_is_reported(run_of, capsys, monkeypatch
     with pytest.raises(SystemExit) as end, errors.report_errors():
         run_of("resume=true", folder="cut")
     told = capsys.readouterr().err
-    assert end.value.code == 3 and told.count("\n") == 1, told
-    assert f"{file}: '{key}'" in told
+    assert end.value.code == 3 and told.count("error: ") == 1, told
+    assert file in told and key in told
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_a_bug_is_not_reported_as_damage(run_of, monkeypatch, broken, bug):
     first.checkpointer.save(first.progress)
     monkeypatch.setattr(broken, Mock(side_effect=bug))
     with pytest.raises(bug):
-        load_model(checkpoint.newest_checkpoint(first.run_dir), "cpu")
+        load_model(checkpoint.newest_checkpoint(first.env.run_dir), "cpu")
         run_of("resume=true", folder="cut")
 
 
@@ -61,23 +60,25 @@ def test_two_checkpoints_are_kept_and_the_newest_intact_checkpoint_is_loaded(run
     for _ in range(3):
         take_step(run)
         run.checkpointer.save(run.progress)
-    folders = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
+    folders = sorted(path.name for path in (run.env.run_dir / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
     # A copy under another name is not a checkpoint of the run.
-    copytree(run.run_dir / "checkpoints" / folders[0], run.run_dir / "checkpoints/step-best")
-    assert newest_config(run.run_dir)["overrides"] == []
-    rmtree(run.run_dir / "checkpoints/step-best")
-    newest = run.run_dir / "checkpoints" / folders[1]
-    assert checkpoint.newest_checkpoint(run.run_dir) == newest
+    copytree(
+        run.env.run_dir / "checkpoints" / folders[0], run.env.run_dir / "checkpoints/step-best"
+    )
+    assert checkpoint.newest_checkpoint(run.env.run_dir).name == folders[1]
+    rmtree(run.env.run_dir / "checkpoints/step-best")
+    newest = run.env.run_dir / "checkpoints" / folders[1]
+    assert checkpoint.newest_checkpoint(run.env.run_dir) == newest
     raw = bytearray((newest / "model.safetensors").read_bytes())
     raw[len(raw) // 2] ^= 1
     (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest_checkpoint(run.run_dir).name == folders[0]
+    assert checkpoint.newest_checkpoint(run.env.run_dir).name == folders[0]
     assert "skipping" in capsys.readouterr().err
-    (run.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
+    (run.env.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
     with pytest.raises(IntegrityError, match="all checkpoints are damaged"):
-        checkpoint.newest_checkpoint(run.run_dir)
-    assert len([*(run.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
+        checkpoint.newest_checkpoint(run.env.run_dir)
+    assert len([*(run.env.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
 
 
 def test_a_disconnected_network_disk_is_not_reported_as_damage(run_of, monkeypatch):
@@ -85,9 +86,9 @@ def test_a_disconnected_network_disk_is_not_reported_as_damage(run_of, monkeypat
     take_step(run)
     run.checkpointer.save(run.progress)
     disconnected = OSError(errno.ESTALE, "Stale file handle")
-    monkeypatch.setattr(sealed, "sha256_of", Mock(side_effect=disconnected))
+    monkeypatch.setattr(checkpoint, "sha256_of", Mock(side_effect=disconnected))
     with pytest.raises(OSError, match="Stale"):
-        checkpoint.newest_checkpoint(run.run_dir)
+        checkpoint.newest_checkpoint(run.env.run_dir)
 
 
 def test_weights_that_do_not_match_the_model_are_refused(run_of):
@@ -96,7 +97,7 @@ def test_weights_that_do_not_match_the_model_are_refused(run_of):
     run.checkpointer.save(run.progress)
     other = instantiate(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400").model)
     with pytest.raises(IntegrityError, match="the weights do not match the model"):
-        checkpoint.load_weights(other, checkpoint.newest_checkpoint(run.run_dir))
+        checkpoint.load_weights(other, checkpoint.newest_checkpoint(run.env.run_dir))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -121,7 +122,7 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
         problem = capsys.readouterr().err
         assert "training diverged (by step 3)" in problem
         assert "resume=true" not in problem  # there is no checkpoint
-    assert not [*run.run_dir.glob("checkpoints/*")]
+    assert not [*run.env.run_dir.glob("checkpoints/*")]
 
 
 # An empty pickle, and pickles whose storage id is a number or names a class that is not a storage.
@@ -139,17 +140,6 @@ def test_a_hostile_pickle_is_reported_as_damage(tmp_path, pickled):
         archive.writestr("archive/version", "3\n")
     with pytest.raises(IntegrityError, match=r"state\.pt"):
         checkpoint.load_state(tmp_path, ["step"])
-
-
-def test_a_new_option_that_is_off_does_not_count_as_a_change():
-    then = {"model": {"attention": {"gated": True}}}
-    for off in (False, None):
-        assert changes_since(then, {"model": {"attention": {"gated": True, "new": off}}}) == (
-            [],
-            [],
-        )
-    changed, refused = changes_since(then, {"model": {"attention": {"gated": False, "new": True}}})
-    assert len(changed) == 2 and refused == changed
 
 
 def test_a_model_is_found_without_reading_the_training_state(tmp_path, tokenizer):

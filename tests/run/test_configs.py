@@ -221,6 +221,5 @@ def test_run_folders_are_numbered(tmp_path, monkeypatch):
     names = []
     for _ in range(3):
         with folder.open_run_dir(settings_of("name=a"), DistEnv(0, 1, torch.device("cpu"))) as run:
-            (run / "samples.png").touch()  # an empty folder would be removed
             names.append(str(run))
     assert names == ["runs/a", "runs/a-2", "runs/a-3"]

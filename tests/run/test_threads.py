@@ -30,7 +30,6 @@ def test_threads_are_those_of_torch_or_of_the_resumed_run_within_a_quota(
 ):
     chosen = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "default_threads", lambda: own)
     monkeypatch.setattr(threads, "cores", lambda: range(own))
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "get_num_threads", lambda: [own, *chosen][-1])
@@ -56,39 +55,12 @@ def test_threads_spin_briefly_unless_the_user_sets_it(monkeypatch):
     assert spinning(OMP_WAIT_POLICY="active") == ["None", "None"]
 
 
-def test_load_includes_only_other_processes():
-    """A busy loop counts in a different process but not in this process."""
-    if threads.cpu_time().busy == 0:
-        pytest.skip("needs /proc/stat")
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        start = threads.cpu_time()
-        while threads.cpu_time().now < start.now + 1:
-            pass
-        load = threads.other_load(start)
-        end = threads.cpu_time()
-    finally:
-        loop.kill()
-        loop.wait()
-    # Other tests may run on the same cores, so each loop may get only part of a core.
-    own = end.own - start.own
-    assert own > 0
-    assert 0.1 < load < end.busy - start.busy - 0.8 * own
-
-
 GROUPS = {
-    # Version 2: the smallest quota of a group and its parents applies; "max" means no quota.
+    # The smallest quota of a group and its parents applies; "max" means no quota.
     "0::/pod/container\n": {
         "cpu.max": "max 100000",
         "pod/cpu.max": "150000 100000",
         "pod/container/cpu.max": "400000 100000",
-    },
-    # Version 1: -1 means no quota.
-    "4:memory:/x\n3:cpu,cpuacct:/pod\n": {
-        "cpu/cpu.cfs_quota_us": "-1",
-        "cpu/cpu.cfs_period_us": "100000",
-        "cpu/pod/cpu.cfs_quota_us": "75000",
-        "cpu/pod/cpu.cfs_period_us": "50000",
     },
     # Inside a container, the group's path does not exist, because the group appears as the root.
     "0::/../elsewhere\n": {"cpu.max": "150000 100000"},
@@ -109,9 +81,3 @@ def test_the_smallest_control_group_quota_applies(membership, tmp_path, monkeypa
 
     monkeypatch.setattr(threads, "Path", inside)
     assert threads.cpu_quota() == 1.5
-
-
-def test_load_is_zero_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "Path", lambda path: tmp_path / "missing")
-    assert threads.other_load(threads.cpu_time()) == 0
-    assert threads.cpu_quota() is None

@@ -426,7 +426,7 @@ def test_training_can_start_from_a_converted_model_and_resume(heal):
     resumed, _ = heal("new", "steps=6", "resume=true")
     assert resumed.code == 0 and "resuming step 4" in resumed.err
     for word in ("model.dim=32", "attention=mqa", "++attention.window=3"):
-        refused, _ = heal("new", word)
+        refused, _ = heal("other", word)
         assert refused.code == 2 and f"({word}). fix: leave these out" in refused.err
     assert "python -m tools.convert mqa attention=NAME --out Y, then init_from=Y" in refused.err
 

@@ -31,7 +31,8 @@ def plan_jobs(monkeypatch):
 
 def test_each_variant_is_composed_once(plan_jobs, monkeypatch):
     composed = []
-    monkeypatch.setattr(plan, "compose", lambda words: composed.append(words) or compose(words))
+    read = plan.read_settings
+    monkeypatch.setattr(plan, "read_settings", lambda words: composed.append(words) or read(words))
     jobs = plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))
     assert len(jobs) == 10 and len(composed) == 2
 

@@ -203,13 +203,13 @@ def test_evaluation_synchronizes_equally_often_for_any_number_of_batches(run_of)
         with Operations() as operations:
             score = evaluate(
                 run.trainer.loss_module,
-                run.corpus,
+                run.env.corpus,
                 1000,
                 64,
                 batch_size,
                 torch.float32,
-                run.ranks,
-                run.signals,
+                run.env.ranks,
+                run.env.signals,
                 with_gradients=False,
             )
         num_waits.append(operations.names.count("aten::_local_scalar_dense"))

@@ -12,7 +12,7 @@ from run.instantiate import instantiate
 from tests.conftest import close, settings_of, weights
 from train import take_step
 from training import optimizers
-from training.optimizer_state import optimizer_state
+from training.checkpointer import optimizer_state
 from training.optimizers import Muon, adamw, muon
 from training.rates import Reference
 
@@ -44,7 +44,7 @@ def written_in_the_package(monkeypatch):
 
 
 def state_of(run) -> dict[str, dict[str, object]]:
-    return optimizer_state(run.trainer.model, run.trainer.optimizers)
+    return optimizer_state(run.trainer.model, run.trainer.optimizers, run.env.ranks)
 
 
 def assert_same(one, other) -> None:
@@ -80,7 +80,7 @@ def test_a_resumed_run_uses_the_new_learning_rate(run_of):
         run = run_of(*words, folder="run")
         take_step(run)
         run.checkpointer.save(run.progress)
-        peaks.append([group["peak"] for group in run.trainer.optimizers[0].param_groups])
+        peaks.append([group["base"] for group in run.trainer.optimizers[0].param_groups])
     # Rates scale with the number of inputs, which is 64, or 128 for the down-projection.
     assert run.progress.step == 2
     assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]

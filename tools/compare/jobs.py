@@ -11,10 +11,11 @@ from time import sleep
 from typing import IO
 
 import torch
+from tqdm import tqdm
 
 from run import ROOT, errors
 from run.compose import compose
-from run.progress import say, waiting, warn_once
+from run.progress import say, warn_once
 from run.signals import Signals
 from tools.compare.runs import Run, command, commit, read_records
 
@@ -201,13 +202,8 @@ def train_all(jobs: list[Job]) -> None:
     """
     device = compose(jobs[0].overrides).device
     free_gpus = gpu_environments(device)
-    handlers = Signals(
-        notice="stopping: each run saves after its step",
-        warning="a second Ctrl-C does not wait for them",
-        problem="stopped without waiting: runs in progress end by themselves, and save if they have "
-        "finished a step. fix: run the same command to continue",
-    )
-    with handlers as signals, waiting("training (see the .log of each run)", len(jobs)) as bar:
+    say("training (see the .log of each run)")
+    with Signals() as signals, tqdm(total=len(jobs), unit="run", disable=None) as bar:
         signals.arm()
         try:
             while bar.n < len(jobs) and not signals.received:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from run import checkpoint
 from run.errors import IntegrityError, without_fix
-from run.progress import say, waiting
+from run.progress import say
 from tools.compare.runs import RECORDS, Groups, Run
 from tools.compare.statistics import LEVEL, Samples, Verdict, judge, spreads_differ
 from tools.latency import MIN_CONTEXT, latencies
@@ -139,14 +139,12 @@ def measure_checkpoints(runs: list[Run]) -> None:
 
     changed = [firsts[key] for key in measured]
     texts = [run for run in judged if run.task == "text" and not run.lengths]
-    with waiting("measuring longer contexts", len(texts)) as bar:
-        for run in texts:
-            try:
-                run.lengths = measure_lengths(run.folder)
-                changed.append(run)
-            except (ValueError, IntegrityError) as error:
-                say(f"{run.folder.name}: {without_fix(error)}")
-            bar.update()
+    for run in texts:
+        try:
+            run.lengths = measure_lengths(run.folder)
+            changed.append(run)
+        except (ValueError, IntegrityError) as error:
+            say(f"{run.folder.name}: {without_fix(error)}")
     for run in changed:
         if (run.folder.parent / RECORDS).exists():
             run.append_to_records()

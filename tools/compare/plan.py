@@ -13,7 +13,7 @@ from run.compose import compose
 from tools.compare.jobs import Job, train_all
 from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
-from training.setup import set_up_run
+from training.setup import read_settings
 
 SIZE_TOLERANCE = 0.005  # sizes count as equal up to this relative difference
 # The measures of model size that --match can make equal.
@@ -167,7 +167,7 @@ def match_sizes(variants: Variants, match: str) -> dict[str, str]:
     targets = {}
     baselines = {}
     for name, overrides in variants.items():
-        settings, _, _ = set_up_run(compose(overrides), overrides)
+        settings, _, _ = read_settings(overrides)
         model = settings.model
         baselines[name] = firsts.setdefault(model["dim"], name)
         if match == "none":

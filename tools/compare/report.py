@@ -21,7 +21,6 @@ from tools.compare.tuning import Losses, find_optimum
 
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-FEW_CORES = 0.5  # cores used by other programs; a smaller difference of load does not count
 MAX_SPREAD = 1.2  # largest ratio of speeds between a variant's seeds at which speeds are comparable
 MAX_NAME = 16  # maximum number of characters of the baseline's name in a title
 VERDICTS = """
@@ -289,11 +288,9 @@ def add_costs(page: Page, groups: Groups) -> str:
     """Add each variant's speed and size; return a note on whether the speeds can be compared."""
     rows = []
     for name, runs in groups.items():
-        loads = [run.other_load for run in runs if run.other_load is not None]
         row = {
             "variant": name,
             "training, tokens/s": mean_speed(runs),
-            "cores used by other programs": cell(fmean(loads or [math.nan]), ".1f"),
             "parameters": f"{runs[0].model.num_parameters():,}",
         }
         rows.append(row | {title: f"{value:.2f}" for title, value in runs[0].decoding.items()})
@@ -306,43 +303,23 @@ def add_costs(page: Page, groups: Groups) -> str:
 
 
 def describe_speeds(groups: Groups) -> str:
-    """State whether training speeds can be compared, given the machines and other programs' load.
-
-    On a GPU, the load is shown but otherwise ignored, because it rarely slows down training.
-    """
+    """State whether training speeds can be compared, given the machines of the runs."""
     runs = [run for members in groups.values() for run in members]
     machines = [run.settings.get("machine", {}) for run in runs]
-    is_cpu = any(str(machine.get("device")).startswith("cpu") for machine in machines)
     differences = []
     for key in SPEED_KEYS:
         values = sorted({str(machine.get(key)) for machine in machines})
         if len(values) > 1:
             differences.append(f"{key} is {' or '.join(values)}")
-    loads = [run.other_load for run in runs if run.other_load is not None]
-    load = ""
-    if loads:
-        ends = dict.fromkeys([f"{min(loads):.1f}", f"{max(loads):.1f}"])  # one if they are equal
-        load = f"other programs used {' to '.join(ends)} cores"
-        if is_cpu and max(loads) - min(loads) >= FEW_CORES:
-            differences.append(load)
-
-    # A constant load can also slow down runs, and so can other runs on the same GPU. All seeds of
-    # a variant perform the same computation, so compare their speeds.
+    # Other programs, and other runs on the same GPU, slow down runs. All seeds of a variant perform
+    # the same computation, so compare their speeds.
     spread = max(speed_spread(members) for members in groups.values())
     if spread >= MAX_SPREAD:
         differences.append(f"the seeds of one variant differ by a factor of {spread:.1f}")
 
     if differences:
         return f"Training speeds are not comparable: {'; '.join(differences)}."
-    if len(loads) < len(runs):
-        return (
-            "Training speeds may not be comparable: the load of other programs was not recorded "
-            f"for {len(runs) - len(loads)} of {len(runs)} runs."
-        )
-    return (
-        f"Training speeds are comparable: the machines are of the same kind, and {load} during "
-        "the runs."
-    )
+    return "Training speeds are comparable: the machines are of the same kind."
 
 
 def speed_spread(runs: list[Run]) -> float:

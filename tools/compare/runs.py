@@ -65,7 +65,6 @@ class Run:
     lines: list[dict]  # empty for a run that diverged
     done: bool
     tokens_per_second: float = math.nan  # the median over the lines of the log
-    other_load: float | None = None  # cores used by other processes; also a median, if logged
     factor: float | None = None  # of the learning rates, if the run is part of a search
     baseline: str | None = None  # the variant that it is compared with
     commit: str | None = None
@@ -97,8 +96,7 @@ class Run:
         if settings.get("eval_tokens") is None:
             settings["eval_tokens"] = lines[-1].get("eval_tokens")
         speed = median_of_log(lines, "tokens_per_second")
-        load = median_of_log(lines, "other_load")
-        return cls(folder, settings, lines, done, math.nan if speed is None else speed, load)
+        return cls(folder, settings, lines, done, math.nan if speed is None else speed)
 
     def append_to_records(self) -> None:
         """Append the run, with only its evaluations, to the records next to its folder."""
@@ -215,7 +213,9 @@ def read_records(folder: Path) -> dict[str, Run]:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            run = Run(**json.loads(line))
+            record = {**json.loads(line)}
+            record.pop("other_load", None)  # recorded by earlier versions
+            run = Run(**record)
             run.folder = folder / run.folder
         except (ValueError, TypeError) as error:
             raise IntegrityError(
