@@ -14,7 +14,7 @@ UNTIMED_STEPS = 3  # the first steps of a process, which compile and fill caches
 TIMED_STEPS = 10  # the fewest steps whose mean time is used
 TIMED_FRACTION = 0.1  # of the time limit, after which the number of steps is fitted
 MARGIN = 0.08  # fraction of the time left that is reserved for evaluations, samples and saves
-LATEST = 1.1  # multiple of the time limit at which a run ends that has become slower
+LATEST = 1.05  # multiple of the time limit at which a run that has become slower begins to end
 FEW_STEPS = 20  # a model learns almost nothing in fewer steps
 
 
