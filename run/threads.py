@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
 # milliseconds for Intel's and LLVM's libraries, whose default is 200.
-SPIN = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 
 
 def bound_spinning() -> None:
