@@ -60,7 +60,9 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
-            errors.exit_with(EXIT_CODES[number], "stopped without saving; earlier checkpoints are kept")
+            errors.exit_with(
+                EXIT_CODES[number], "stopped without saving; earlier checkpoints are kept"
+            )
         # The handler may have interrupted a print, so it must not print. A closed terminal or pipe
         # must not keep the run from saving.
         if self.received == 0:
