@@ -112,14 +112,14 @@ def prepare_to_compile() -> None:
     use_cache()
 
 
-def use_cache(besides: Path | None = None) -> None:
-    """Use the first intact folder of CACHE, CACHE-2, CACHE-3 and so on, `besides` one of them.
+def use_cache(excluded: Path | None = None) -> None:
+    """Use the first intact folder of CACHE, CACHE-2, CACHE-3 and so on, but not `excluded`.
 
     Other processes may be using a folder with a broken file, so nothing is deleted.
     """
     for number in count(1):
         folder = Path(CACHE if number == 1 else f"{CACHE}-{number}")
-        if folder != besides and is_intact(folder):
+        if folder != excluded and is_intact(folder):
             os.environ[CACHE_KEY] = str(folder)
             return
 
@@ -164,7 +164,7 @@ def compile_and_run(
             if problem is None:
                 raise
             say(f"warning: {problem}")
-            use_cache(besides=first_cache)
+            use_cache(excluded=first_cache)
             torch.compiler.reset()
             clear_caches()
             continue

@@ -30,7 +30,7 @@ class DistEnv:
         return self.rank == 0
 
     def with_device(self, device: torch.device) -> "DistEnv":
-        """Return this process with its device; each process of torchrun uses a GPU of its own."""
+        """Return this process with its device; each process of torchrun uses its own GPU."""
         if device.type == "cuda" and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)

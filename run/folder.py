@@ -18,8 +18,8 @@ from run.settings import Settings, as_typed, flatten
 
 RUNS = Path("runs")
 
-# Keys and groups of keys that may change when a run is resumed. All others are refused: those of its
-# model, its batches and its loss, except the place of its text and teacher.
+# Keys and groups of keys that may change when a run is resumed. A change of any other key is refused,
+# because the run would have another model, other batches or another loss.
 RESUMABLE = (
     "data.path",
     "distill",
@@ -50,8 +50,8 @@ NOT_SETTINGS = ("machine", "text", "row_order")  # other keys of a checkpoint's 
 def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Settings, list[str]]:
     """Return the settings of a resumed run, and a line for each key that `overrides` change.
 
-    They are the settings `saved` in its newest checkpoint. A key in `overrides` with its saved
-    value is no change, so a command can be repeated with resume=true. Raises ValueError for a
+    They are the settings `saved` in its newest checkpoint. A key in `overrides` may repeat its saved
+    value, so a command can be repeated with resume=true. Raises ValueError for a
     change of a key that is not RESUMABLE.
     """
     # The rates of a run that began with `init_from` are not scaled, even if it is not repeated.

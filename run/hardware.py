@@ -67,7 +67,7 @@ def is_available(kind: str) -> bool:
 
 @cache
 def has_kernels() -> bool:
-    """Whether torch's first kernel runs on the GPU; if not, say so once.
+    """Whether torch's first kernel runs on the GPU; if not, print a line, once.
 
     torch also finds GPUs that are too old or too new for its kernels.
     """

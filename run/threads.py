@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 
 # Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
-# milliseconds for Intel's and LLVM's libraries, whose default is 200.
+# milliseconds for Intel's and LLVM's libraries, whose default is 200. The number of rounds was
+# compared on a Zen 4 only (docs/speed.md).
 SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 
 

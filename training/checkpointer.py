@@ -221,7 +221,7 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer], ranks: DistEn
 def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: StateByName) -> None:
     """Load the result of `optimizer_state` into the optimizers, sharded like the parameters.
 
-    All ranks pass the full state. Options, such as the learning rate, are those of the config.
+    All ranks pass the full state. The config decides options such as the learning rate.
     """
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
