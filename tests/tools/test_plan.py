@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,14 +11,26 @@ from run.settings import flatten
 from tests.conftest import VARIANTS, settings_of
 from tools.compare import plan
 from tools.compare.jobs import Job
-from tools.compare.plan import match_hidden, plan_variants, train_variants
+from tools.compare.plan import (
+    expand_sweep,
+    match_hidden,
+    name_variants,
+    plan_variants,
+    train_variants,
+)
 from tools.compare.runs import Run
-from tools.compare.sweep import expand_sweep, name_variants
 
 
 def num_parameters(overrides: list[str]) -> int:
     model = plan.build_model(compose(overrides).model, "meta")
     return sum(p.numel() for p in model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def no_text(monkeypatch) -> None:
+    """Plan without preparing a text."""
+    corpus = SimpleNamespace(sha256="abc")
+    monkeypatch.setattr(plan, "open_data", lambda settings, start: (settings, corpus, None))
 
 
 @pytest.fixture
@@ -44,6 +57,9 @@ def test_each_job_composes_to_the_requested_settings(plan_jobs):
     assert [job.baseline for job in jobs] == [None, *[jobs[0]] * 3]
     settings = [compose(job.overrides) for job in jobs]
     for job, each in zip(jobs, settings, strict=True):
+        planned = dict(flatten(job.settings))
+        for key, value in flatten(each.model_dump()):
+            assert key in ("run_dir", "resume") or planned[key] == value
         assert each.run_dir == str(job.run_dir) and each.resume
         assert job.run_dir.name.startswith(each.name) and each.optimizer["lr"] == 0.01
     assert [each.seed for each in settings] == [0, 0, 3, 3]

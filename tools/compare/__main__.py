@@ -7,10 +7,11 @@
 
 It takes the overrides of train.py. KEY=A,B trains with each value; the first value is the baseline.
 Each combination runs in a separate process; with several GPUs, each GPU trains one run at a time.
+On a CPU, runs take turns; with OMP_NUM_THREADS=1, each core trains one run.
 The first run of each model size trains for max_minutes (default 5), and all others of this size
 train on the same number of tokens. --tune first searches for each variant's best learning rate.
-Running the same command again skips finished runs, resumes interrupted ones, and shares the work
-with a command that is still running. A report is written at the end, or by --report for any runs.
+Running the same command again skips finished runs and resumes interrupted ones. A run whose text or
+settings have changed is trained again. A report is written at the end, or by --report for any runs.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from run.cli import Parser, user_path
 from run.compose import compose
 from run.errors import IntegrityError
 from run.paths import run_path
+from tools.compare.jobs import locked
 from tools.compare.measures import measure_checkpoints
 from tools.compare.plan import Variant, plan_variants, train_variants
 from tools.compare.report import write_report
@@ -39,7 +41,8 @@ def main(args: argparse.Namespace) -> None:
             variants = plan_variants(args.overrides, args.match, args.dir, args.tune)
         folder = variants[0].folder
         announce(variants, args.tune)
-        jobs = train_variants(variants, args.tune)
+        with locked(folder):
+            jobs = train_variants(variants, args.tune)
         problems = {job.run_dir.name: job.outcome for job in jobs if job.run is None}
         runs = [job.run for job in jobs if job.run is not None]
     for run in runs:
@@ -139,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--quick",
         action="store_true",
-        help="do not measure the loss at longer contexts and the decoding speed for the report",
+        help="do not measure the loss at longer contexts and the decoding speed",
     )
     args = parser.parse_intermixed_args()
     if bool(args.overrides) == bool(args.report):

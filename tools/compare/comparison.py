@@ -1,26 +1,32 @@
 """The runs of one task and model size, sorted by variant, and the verdicts on them."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
-from tools.compare.measures import Result, evaluate
 from tools.compare.runs import Groups, Run, group_by_variant
-from tools.compare.statistics import Verdict
+from tools.compare.statistics import Verdict, judge, solves_more_often, spreads_differ
 from tools.compare.tuning import Losses, find_optimum, rate_losses
 
+SOLVED = 0.9  # minimum accuracy of a run that has solved a task
 # Verdicts that are withheld.
 AT_EDGE = "best rate at the edge"
 DIVERGED = "seeds diverged"
+# What the runs of a table must share, except if the comparison varies one of these keys.
+SHARED = {
+    "text": ("data.vocab_size", "data.tokenizer"),
+    "context": ("context",),
+    "evaluated tokens": ("context", "data.vocab_size", "data.tokenizer"),
+}
 
 
 @dataclass
 class Comparison:
     """The runs of one task and model size, with additional facts about the variants.
 
-    `baseline` is the name of the variant that all others are compared with. `groups` is empty if
-    no run of the baseline can be judged.
+    `baseline` is the variant that all others are compared with. `groups` is empty if no run of the
+    baseline can be judged.
     """
 
     groups: Groups  # the judged runs of each variant; the best variant first
@@ -39,21 +45,31 @@ class Comparison:
         return [name for name in self.groups if name != self.baseline]
 
     @property
-    def at_edge(self) -> set[str]:
-        """The variants whose best learning rate may be outside the tried range."""
-        names = set()
-        for name, losses in self.losses.items():
-            if not find_optimum(losses).is_inside:
-                names.add(name)
-        return names
+    def is_task(self) -> bool:
+        return self.first.task != "text"
 
-    def num_diverged(self, name: str) -> int:
-        return self.diverged[stem(name)]
+    @property
+    def dim(self) -> int:
+        return self.first.settings["model"]["dim"]
 
+    def is_at_edge(self, name: str) -> bool:
+        """Whether the best learning rate of a variant may be outside the tried range."""
+        return name in self.losses and not find_optimum(self.losses[name]).is_inside
 
-def stem(name: str) -> str:
-    """Remove the settings that were appended to a variant's name to make it unique."""
-    return name.partition(" ")[0]
+    def num_solved(self, name: str) -> int:
+        return sum(run.loss >= SOLVED for run in self.groups[name])
+
+    def num_seeds(self, name: str) -> int:
+        """The number of seeds of a variant, including diverged ones."""
+        return len(self.groups[name]) + self.diverged[name]
+
+    def tokens_until_solved(self, name: str) -> float:
+        """Return the median number of tokens that a seed needs to solve its task; NaN if none does."""
+        tokens = []
+        for run in self.groups[name]:
+            solved = [line["tokens"] for line in run.lines if line.get(run.metric, 0.0) >= SOLVED]
+            tokens += solved[:1]
+        return median(tokens) if tokens else math.nan
 
 
 def sort_runs(runs: list[Run]) -> Comparison:
@@ -63,36 +79,59 @@ def sort_runs(runs: list[Run]) -> Comparison:
     judged = []
     for run in runs:
         if run.factor is not None:
-            searches[run.settings["name"]].append(run)
+            searches[run.name].append(run)
         elif run.has_diverged:
-            diverged[run.settings["name"]] += 1
+            diverged[run.name] += 1
         else:
             judged.append(run)
     losses = {name: rate_losses(members) for name, members in searches.items()}
-
-    # The first group is the baseline, whose name may be longer than the name of its runs.
-    baseline = runs[0].baseline or runs[0].settings["name"]
-    judged.sort(key=lambda run: run.settings["name"] != baseline)
-    if not judged or judged[0].settings["name"] != baseline:
-        return Comparison({}, baseline, losses, diverged)
     groups = group_by_variant(judged)
-    baseline = next(iter(groups))  # groups are in the order of the runs
-    means = {name: fmean(run.loss for run in members) for name, members in groups.items()}
-    is_accuracy = judged[0].floor is not None
-    best_first = sorted(means, key=means.get, reverse=is_accuracy)
-    return Comparison({name: groups[name] for name in best_first}, baseline, losses, diverged)
+    baseline = runs[0].baseline or runs[0].name
+    if runs[0].baseline is None and judged and judged[0] is runs[0]:
+        baseline = next(iter(groups))  # the group of the first run, which may be named otherwise
+    if baseline not in groups:
+        return Comparison({}, baseline, losses, diverged)
+    comparison = Comparison(groups, baseline, losses, diverged)
+
+    # Sort by the loss; on a task, by the share of seeds that solve it, then by the tokens needed.
+    def rank(name: str) -> tuple[float, float]:
+        if not comparison.is_task:
+            return fmean(run.loss for run in groups[name]), 0.0
+        tokens = comparison.tokens_until_solved(name)
+        share = comparison.num_solved(name) / comparison.num_seeds(name)
+        return -share, math.inf if math.isnan(tokens) else tokens
+
+    comparison.groups = {name: groups[name] for name in sorted(groups, key=rank)}
+    return comparison
 
 
-def judge_measure(
-    comparison: Comparison,
-    title: str,
-    measure: Callable[[Run], float | None],
-    margin: float,
-    num_measures: int = 1,
-) -> Result:
-    """Measure all runs, and judge the variants except those whose verdict is withheld."""
-    result = evaluate(title, measure, comparison.groups, comparison.baseline, margin, num_measures)
-    return result._replace(verdicts=withhold_verdicts(result.verdicts, comparison))
+def require_shared(runs: list[Run]) -> None:
+    """Raise ValueError if runs of a task differ in one of SHARED that no comparison of them varies."""
+    finished = [run for run in runs if not run.has_diverged]
+    for name, keys in SHARED.items():
+        places = {}  # a folder for each value
+        for run in finished:
+            values = {
+                "text": run.settings["text"],
+                "context": run.settings["context"],
+                "evaluated tokens": run.last.get("eval_tokens"),
+            }
+            places.setdefault(values[name], run.folder)
+        is_swept = all(not {*run.swept}.isdisjoint(keys) for run in finished)
+        if len(places) > 1 and not is_swept:
+            found = ", ".join(f"{str(value)[:8]} in {folder}" for value, folder in places.items())
+            raise ValueError(
+                f"these runs cannot be compared, because they differ in {name} ({found}). fix: "
+                "report on them separately"
+            )
+
+
+def judge_losses(comparison: Comparison, margin: float) -> tuple[dict[str, Verdict], bool]:
+    """Judge the variants by their losses on text; also return whether their spreads differ."""
+    samples = {name: [run.loss for run in runs] for name, runs in comparison.groups.items()}
+    baseline = samples.pop(comparison.baseline)
+    verdicts = judge(baseline, samples, margin)
+    return withhold_verdicts(verdicts, comparison), spreads_differ(baseline, samples)
 
 
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
@@ -101,14 +140,33 @@ def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> d
     Either the best learning rate may be outside the range tried, or some seeds diverged, so that
     the remaining seeds are a biased sample.
     """
-    outside = comparison.at_edge
     remaining = {}
     for name, verdict in verdicts.items():
-        pair = {stem(name), stem(comparison.baseline)}
+        pair = (name, comparison.baseline)
         text = verdict.text
-        if pair & outside:
+        if any(map(comparison.is_at_edge, pair)):
             text = AT_EDGE
-        if pair & comparison.diverged.keys():
+        if any(comparison.diverged[each] for each in pair):
             text = DIVERGED
         remaining[name] = verdict._replace(text=text)
     return remaining
+
+
+def judge_task(comparison: Comparison) -> dict[str, str]:
+    """Judge the variants by the number of seeds that solve a task. A diverged seed does not."""
+    num_others = len(comparison.others)
+    texts = {}
+    for name in comparison.others:
+        ours = (comparison.num_solved(name), comparison.num_seeds(name))
+        theirs = (
+            comparison.num_solved(comparison.baseline),
+            comparison.num_seeds(comparison.baseline),
+        )
+        texts[name] = "cannot tell"
+        if solves_more_often(*ours, *theirs, num_others):
+            texts[name] = "better"
+        elif solves_more_often(*theirs, *ours, num_others):
+            texts[name] = "worse"
+        if comparison.is_at_edge(name) or comparison.is_at_edge(comparison.baseline):
+            texts[name] = AT_EDGE
+    return texts

@@ -1,113 +1,112 @@
 """Train many runs, each in its own process: one at a time, or one per GPU."""
 
-import fcntl
+import math
 import os
 import shlex
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from time import sleep
-from typing import IO
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from run import ROOT, errors
-from run.compose import compose
-from run.progress import say, warn_once
+from run import ROOT, checkpoint, errors
+from run.errors import IntegrityError
+from run.progress import say
+from run.settings import as_typed, flatten
 from run.signals import Signals
+from run.threads import cores, cpu_quota
 from tools.compare.runs import Run, command, commit, read_records
 
-FINISHED = "finished before"  # the outcome of a run that an earlier call trained
+# Keys of a run that may differ when a comparison continues: its place, and where it logs.
+MAY_DIFFER = ("run_dir", "resume", "wandb")
 Environment = dict[str, str]  # environment variables, which may assign a GPU
-COMMAND = "$ python train.py"  # the first line of a log, followed by the overrides
 
 
 @dataclass
 class Job:
-    """A run to train: its folder, and the overrides for train.py, which define it completely.
+    """A run to train: its folder, the overrides for train.py, and the settings that it will save.
 
     The baseline trains first, and determines how long this run trains and whether it compiles.
     """
 
     run_dir: Path
     overrides: list[str]
-    baseline: "Job | None" = None
+    settings: dict  # with the SHA-256 of the text
+    swept: list[str]  # keys that the comparison varies
+    compared_with: str  # the baseline of the same size
     factor: float | None = None  # multiplies the learning rates, in a search for the best ones
-    compared_with: str | None = None  # the baseline of the same size
+    baseline: "Job | None" = None
     run: Run | None = None  # set once it is trained, even if it diverged
     outcome: str | None = None  # set once it has ended
-    # During training: the process, the environment that assigns it a GPU, and the locked log.
-    process: subprocess.Popen | None = None
-    gpu: Environment | None = None
-    log: IO | None = None
 
     @property
     def log_path(self) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
+    def set(self, key: str, value: object) -> None:
+        self.overrides.append(f"{key}={as_typed(value)}")
+        *parents, last = key.split(".")
+        group = self.settings
+        for parent in parents:
+            group = group[parent]
+        group[last] = value
+
     def end(self, outcome: str) -> None:
         self.outcome = outcome
         say(f"{self.run_dir.name}: {outcome}")
 
-    def update(self, free_gpus: list[Environment], position: str) -> None:
-        """Start the job on a free GPU once its baseline has ended.
-
-        Mark it as ended when its process exits. `position` is "run 1 of 4", for the message.
-        """
-        is_ready = self.baseline is None or self.baseline.outcome is not None
-        if self.process is None and is_ready and free_gpus:
-            self.try_start(free_gpus, position)
-        elif self.process is not None and self.process.poll() is not None:
-            free_gpus.append(self.gpu)
-            self.finish()
-
-    def try_start(self, free_gpus: list[Environment], position: str) -> None:
-        """Start train.py, unless another call is training the run or the run is finished."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true requires a folder
-        log = open_locked(self.log_path)
-        if log is None:
+    def prepare(self) -> None:
+        """End the job if it cannot or need not be trained; else make room for its run."""
+        self.match_baseline()
+        if self.outcome is not None:
             return
-        try:
-            self.match_baseline()
-            self.check_previous(log)
-            if self.outcome is None:
-                say(f"{self.run_dir.name}: training ({position})")
-                self.gpu = free_gpus.pop()
-                self.start(log)
-        finally:
-            # The log of a process that has started stays locked until the run is recorded.
-            if self.process is None:
-                log.close()
+        run = read_records(self.run_dir.parent).get(self.run_dir.name)
+        previous = None if run is None else run.settings
+        if run is None:
+            with suppress(IntegrityError):  # train.py will report it
+                newest = checkpoint.newest_checkpoint(self.run_dir)
+                previous = None if newest is None else checkpoint.load_config(newest)
+        different = self.differences(previous)
+        if run is not None and not different:
+            self.run = run
+            self.end("finished before")
+        elif different:
+            say(f"{self.run_dir.name}: training again, with different {', '.join(different)}")
+            set_aside(self.run_dir)
 
-    def start(self, log: IO) -> None:
-        """Start train.py, with its output in the log."""
-        log.truncate(0)
-        print(COMMAND, shlex.join(self.overrides), file=log, flush=True)
-        self.process = subprocess.Popen(
-            [sys.executable, ROOT / "train.py", *self.overrides],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | self.gpu,
-            start_new_session=True,  # Ctrl-C reaches only this process, which ends the runs
-        )
-        self.log = log
+    def differences(self, previous: dict | None) -> list[str]:
+        """Return the keys in which a run differs from the run that is planned.
+
+        A key that the version of the run did not have yet does not count.
+        """
+        if previous is None:
+            return []
+        keys = dict(flatten(previous))
+        different = []
+        for key, value in flatten(self.settings):
+            if key not in MAY_DIFFER and keys.get(key, value) != value:
+                different.append(key)
+        return different
 
     def match_baseline(self) -> None:
         """Compile if the baseline did; if time is limited, train on the baseline's token count."""
         if self.baseline is None:
             return
-        settings = compose(self.overrides)
-        others = compose(self.baseline.overrides)
+        ends = ("max_minutes", "tokens_per_parameter", "steps")
         # With the same minutes or tokens per parameter, the numbers of steps would differ.
-        gives_tokens = settings.steps is None and settings.tokens_per_parameter is not None
-        is_timed = (
-            (settings.max_minutes is not None or gives_tokens)
-            and settings.max_minutes == others.max_minutes
-            and settings.tokens_per_parameter == others.tokens_per_parameter
-            and settings.steps == others.steps
+        is_timed = all(self.settings[key] == self.baseline.settings[key] for key in ends) and (
+            self.settings["max_minutes"] is not None
+            or (
+                self.settings["steps"] is None and self.settings["tokens_per_parameter"] is not None
+            )
         )
         run = self.baseline.run
         if run is None or run.has_diverged:
@@ -117,39 +116,26 @@ class Job:
                     "max_minutes=null tokens_per_parameter=null, or different learning rates"
                 )
             return
-        self.overrides.append(f"compile={run.settings['machine']['compiled']}".lower())
+        self.set("compile", run.settings["machine"]["compiled"])
         if is_timed:
-            steps = run.last["tokens"] // settings.batch_tokens
-            self.overrides += ["max_minutes=null", f"steps={steps}"]
+            self.set("max_minutes", None)
+            self.set("steps", run.last["tokens"] // self.settings["batch_tokens"])
 
-    def check_previous(self, log: IO) -> None:
-        """End the job if the run is finished, or was trained with different overrides."""
-        # A finished run is in the records. A run that has started has a log, whose first line is
-        # its command.
-        run = read_records(self.run_dir.parent).get(self.run_dir.name)
-        log.seek(0)
-        first_line = log.readline()
-        if run is not None:
-            previous = run.overrides
-        else:
-            previous = shlex.split(first_line.removeprefix(COMMAND))
-
-        # The folder may have been moved, so run_dir may differ.
-        different = set(previous) ^ set(self.overrides)
-        changed = sorted(word for word in different if "run_dir=" not in word)
-        if previous and changed:
-            words = " ".join(changed)
-            self.end(
-                f"the folder contains a run with different overrides ({words}). fix: choose a "
-                "different --dir"
+    def start(self, gpu: Environment) -> subprocess.Popen:
+        """Start train.py, with its output in the log, which begins with the command."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)  # resume=true requires a folder
+        with self.log_path.open("w", encoding="utf-8") as log:
+            print("$ python train.py", shlex.join(self.overrides), file=log, flush=True)
+            return subprocess.Popen(
+                [sys.executable, ROOT / "train.py", *self.overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | gpu,
             )
-        elif run is not None:
-            self.run = run
-            self.end(FINISHED)
 
-    def finish(self) -> None:
-        """Record the run that the process trained, and end the job with its outcome."""
-        code = self.process.returncode
+    def finish(self, code: int) -> None:
+        """Record the run that train.py has ended with this exit code."""
         if code == 0:
             self.run = Run.read(self.run_dir)
             outcome = f"{self.run.loss:.4f} {self.run.metric_name}"
@@ -157,69 +143,77 @@ class Job:
             lines = self.log_path.read_text(errors="replace", encoding="utf-8").strip().splitlines()
             outcome = f"exit {code}: {lines[-1].removeprefix('error: ')}"
         if code == errors.DIVERGED:
-            self.run = Run(self.run_dir, compose(self.overrides).model_dump(), [], done=True)
+            self.run = Run(self.run_dir, self.settings, [], done=True)
         if self.run is not None:
             self.run = replace(
                 self.run,
                 factor=self.factor,
                 baseline=self.compared_with,
+                swept=self.swept,
                 commit=commit(),
                 command=command(),
-                overrides=self.overrides,
             )
             self.run.append_to_records()
-        self.log.close()
         self.end(outcome)
 
 
-def open_locked(path: Path) -> IO | None:
-    """Open and lock the log of a run; return None if another call has locked it.
+def set_aside(run_dir: Path) -> None:
+    """Rename the folder of a run, if there is one, to NAME.old-1 or the next free number."""
+    for number in count(1):
+        place = run_dir.with_name(f"{run_dir.name}.old-{number}")
+        if not place.exists():
+            break
+    if run_dir.exists():
+        run_dir.rename(place)
 
-    The training process inherits the lock with its standard output. So if this process is killed
-    during training, the log stays locked until the training process has also ended. The lock is
-    not a FileLock of the filelock library, because child processes do not inherit a FileLock.
-    """
-    log = path.open("a+", encoding="utf-8")
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a comparison's folder. Exits with code 2 if another process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", blocking=False, fallback_to_soft=False)
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.close()
-        return None
-    except OSError as error:
-        if error.errno not in errors.UNSUPPORTED:
-            raise
-        warn_once(
-            f"the file system of {path.parent} does not support locks: do not run the same "
-            "comparison twice at once"
-        )
-    return log
+        checkpoint.acquire(lock)
+    except Timeout:
+        errors.exit_with(errors.INPUT, f"another process is training this comparison ({folder})")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def train_all(jobs: list[Job]) -> None:
-    """Train the unfinished jobs, one at a time on each GPU.
+    """Train the unfinished jobs, one at a time on each GPU; baselines must come first.
 
-    Waits for runs that another call trains. On a signal, all runs save, and the process exits.
+    On a signal, all runs save, and the process exits.
     """
-    device = compose(jobs[0].overrides).device
-    free_gpus = gpu_environments(device)
-    say("training (see the .log of each run)")
+    waiting = deque(enumerate(jobs, 1))
+    running = {}  # process -> its job and GPU
+    free_gpus = environments(jobs[0].settings["device"])
     with Signals() as signals, tqdm(total=len(jobs), unit="run", disable=None) as bar:
         signals.arm()
         try:
-            while bar.n < len(jobs) and not signals.received:
-                for number, job in enumerate(jobs, 1):
-                    if job.outcome is None and not signals.received:
-                        job.update(free_gpus, f"run {number} of {len(jobs)}")
-                # The bar estimates the time left from the runs that this call has trained.
-                bar.initial = sum(job.outcome == FINISHED for job in jobs)
-                bar.n = sum(job.outcome is not None for job in jobs)
-                sleep(0.5)
+            while (waiting or running) and not signals.received:
+                while waiting and free_gpus and not signals.received:
+                    number, job = waiting[0]
+                    if job.baseline is not None and job.baseline.outcome is None:
+                        break  # until the baseline ends
+                    waiting.popleft()
+                    job.prepare()
+                    if job.outcome is None:
+                        say(f"{job.run_dir.name}: training (run {number} of {len(jobs)})")
+                        gpu = free_gpus.pop()
+                        running[job.start(gpu)] = (job, gpu)
+                for process in [process for process in running if process.poll() is not None]:
+                    job, gpu = running.pop(process)
+                    free_gpus.append(gpu)
+                    job.finish(process.returncode)
+                bar.update(sum(job.outcome is not None for job in jobs) - bar.n)
+                if running:
+                    sleep(0.5)
         finally:
-            # Signal all processes before waiting for any, so that they save at the same time.
-            running = []
-            for job in jobs:
-                if job.process is not None and job.outcome is None:
-                    running.append(job.process)
+            # Signal all processes before waiting for any, so that they save at the same time. They
+            # have already received a Ctrl-C of the terminal.
             for process in running:
                 process.terminate()
         # A second Ctrl-C raises SystemExit above or here, and skips this wait.
@@ -232,18 +226,16 @@ def train_all(jobs: list[Job]) -> None:
         )
 
 
-def gpu_environments(device: str) -> list[Environment]:
-    """Return one environment for each concurrent run, each with a different GPU.
+def environments(device: str) -> list[Environment]:
+    """Return an environment for each run that trains at the same time: one for each GPU.
 
-    With at most one GPU, the runs take turns in an unchanged environment.
+    On a CPU, runs take turns, unless OMP_NUM_THREADS leaves cores for further runs.
     """
-    count = 0
+    num_gpus = 0
     if device in ("auto", "cuda"):
-        count = torch.cuda.device_count()
-    if count < 2:
-        return [{}]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(index) for index in range(count)]
-    if visible:
-        gpus = visible.split(",")
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+        num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        num_cores = int(min(len(cores()), cpu_quota() or math.inf))
+        return [{}] * max(1, num_cores // int(os.environ.get("OMP_NUM_THREADS", num_cores)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible.split(",")]

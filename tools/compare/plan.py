@@ -1,24 +1,31 @@
 """Plan the runs of a comparison: variants of equal size, and their jobs."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from zlib import crc32
 
+from data.corpus import Corpus
 from model.build import build_model
 from model.transformer import Transformer
-from run.compose import compose
+from run.compose import GROUPS, check_choice, compose, parse_overrides
+from run.settings import Settings
 from tools.compare.jobs import Job, train_all
-from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
-from training.setup import read_settings
+from training.setup import Start, open_data, read_settings
 
 SIZE_TOLERANCE = 0.005  # sizes count as equal up to this relative difference
 # The measures of model size that --match can make equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
+OWN_KEYS = ("run_dir", "resume")  # keys that a comparison sets in each run
+TOKENIZERS = ("data.vocab_size", "data.tokenizer")  # the keys of the data that may be swept
+Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) of each key, one per value
 
 
 @dataclass
@@ -27,9 +34,12 @@ class Variant:
 
     name: str
     overrides: list[str]
+    settings: Settings  # of `overrides`
+    text: str  # SHA-256 of the prepared text
     seeds: list[int]
     folder: Path
     baseline: str  # the first variant of its size
+    swept: list[str]  # the keys with several values
     factor: float = 1.0
     searched: list[Job] = field(default_factory=list)  # the runs of the search for the best factor
 
@@ -41,10 +51,20 @@ class Variant:
             label += f"-x{factor:g}"
             scale = factor
         run_dir = self.folder / f"{label}-{seed}"
-        path = json.dumps(str(run_dir), ensure_ascii=False)
-        rates = scaled_rates(self.overrides, scale)
-        words = [*self.overrides, *rates, f"seed={seed}", f"run_dir={path}", "resume=true"]
-        return Job(run_dir, words, factor=factor, compared_with=self.baseline)
+        job = Job(
+            run_dir,
+            [*self.overrides, f"run_dir={quoted(run_dir)}", "resume=true"],
+            deepcopy(self.settings.model_dump() | {"text": self.text}),
+            self.swept,
+            self.baseline,
+            factor,
+        )
+        job.set("seed", seed)
+        if scale != 1.0:
+            for key, value in self.settings.optimizer.items():
+                if key == "lr" or key.endswith("_lr"):
+                    job.set(f"optimizer.{key}", float(f"{value * scale:.4g}"))
+        return job
 
     def search(self) -> list[Job]:
         """Return the next runs of the search for the best factor; none once the search is over."""
@@ -65,29 +85,74 @@ class Variant:
         return jobs
 
 
-def scaled_rates(overrides: list[str], factor: float) -> list[str]:
-    """Return the overrides that multiply all learning rates of an optimizer by `factor`."""
-    if factor == 1.0:
-        return []
-    rates = []
-    for key, value in compose(overrides).optimizer.items():
-        if key == "lr" or key.endswith("_lr"):
-            rates.append(f"optimizer.{key}={value * factor:.4g}")
-    return rates
+def quoted(path: Path) -> str:
+    """Return a path as the value of an override."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def expand_sweep(overrides: list[str]) -> Sweep:
+    """Expand Hydra sweeps (A,B or range or glob).
+
+    Raises OverrideError for an unknown key or choice, and ValueError for a value of the first
+    variant that train.py does not accept, and for values that would make runs incomparable.
+    """
+    sweep = {}
+    for word, override in zip(overrides, parse_overrides(overrides), strict=True):
+        key = override.key_or_group
+        if key in OWN_KEYS:
+            raise ValueError(f"a comparison sets this key itself ({word})")
+        sweep[key] = [word.lstrip("+")]
+        if override.is_discrete_sweep():
+            sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        for each in sweep[key]:
+            check_choice(each)
+        is_data = key.partition(".")[0] == "data" or key == "eval_tokens"
+        if is_data and key not in TOKENIZERS and len(sweep[key]) > 1:
+            raise ValueError(f"losses on different data are not comparable. fix: {sweep[key][0]}")
+    compose([words[0] for key, words in sweep.items() if key != "seed"])
+    return sweep
+
+
+def name_variants(sweep: Sweep) -> dict[str, list[str]]:
+    """Name each combination after the values of the swept keys, such as mla-lr-0.01.
+
+    Returns the overrides of each variant by its name, the baseline first. Raises ValueError if two
+    combinations have the same name.
+    """
+    # A single variant is named after its attention, followed by the attention's own settings.
+    named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
+    if not named_keys or any(key.startswith("attention.") for key in named_keys):
+        named_keys.append("attention")
+    variants = {}
+    for combination in product(*sweep.values()):
+        # A config group adds only its value to the name; any other key also adds its last part.
+        parts = []
+        for override in combination:
+            key, _, value = override.partition("=")
+            if key in named_keys:
+                if key not in (*GROUPS, "name"):
+                    parts.append(key.rpartition(".")[2])
+                parts.append(value)
+
+        # A name is also a folder name: letters, digits, dots and dashes.
+        name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
+        if name in variants:
+            raise ValueError(f"two variants have the same name ({name}). fix: leave one out")
+        # All runs are judged on the same data: all held-out text, or all held-out rows of a task.
+        variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
+    return variants
 
 
 def plan_variants(
     overrides: list[str], match: str, folder: Path | None, has_search: bool
 ) -> list[Variant]:
-    """Plan the variants, the baseline first.
+    """Plan the variants, the baseline first, and prepare their text.
 
     Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; the search
     for learning rates uses a separate folder. Raises ValueError for variants that cannot be
     compared, and exits with code 2 for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
-    if len(sweep.get("data", [])) > 1:
-        raise ValueError(f"losses on different data are not comparable. fix: {sweep['data'][0]}")
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
         raise ValueError(
             f"model.hidden cannot be swept, because --match {match} sets it. fix: --match none"
@@ -101,27 +166,49 @@ def plan_variants(
         raise ValueError(f"--tune reserves this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)
     if folder is None:
-        baseline = next(iter(variants))
-        words = [match, *variants[baseline]]
+        words = [match, *next(iter(variants.values()))]
         if has_search:
             words.append("tune")
         folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
-    baselines = match_sizes(variants, match)
+
+    starts = {name: read_settings(words)[:2] for name, words in variants.items()}
+    if match != "none":
+        match_sizes(variants, starts, match)
+    swept = [key for key, words in sweep.items() if len(words) > 1]
+    firsts = {}  # first variant by model.dim, the baseline of this size
+    corpora = {}
     planned = []
     for name, words in variants.items():
-        planned.append(Variant(name, words, seeds, folder, baselines[name]))
+        settings, start = starts[name]
+        baseline = firsts.setdefault(settings.model["dim"], name)
+        settings, corpus = open_text(settings, start, corpora)
+        if start.pretrained is not None:
+            # This checkpoint does not change when the run that saved it is trained further.
+            words.append(f"init_from={quoted(start.pretrained)}")
+            settings = settings.model_copy(update={"init_from": str(start.pretrained)})
+        text = corpus.sha256
+        planned.append(Variant(name, words, settings, text, seeds, folder, baseline, swept))
     return planned
 
 
-def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
-    """Train all missing runs, beginning with the learning-rate search, and return all jobs.
+def open_text(
+    settings: Settings, start: Start, corpora: dict[str, tuple[Settings, Corpus]]
+) -> tuple[Settings, Corpus]:
+    """Prepare a variant's text, or take it from `corpora`; return what training saves as settings."""
+    key = json.dumps([settings.data, str(start.pretrained)])
+    if key not in corpora:
+        corpora[key] = open_data(settings, start)[:2]
+    opened, corpus = corpora[key]
+    model = settings.model | {"vocab_size": opened.model["vocab_size"]}
+    return settings.model_copy(update={"model": model}), corpus
 
-    The first job of each model size, its baseline, determines how long the others train.
-    """
+
+def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
+    """Train all missing runs, beginning with the learning-rate search, and return all jobs."""
     jobs = []
     # Search until no variant has its best rate at the edge of the tried range.
     if has_search:
-        while searching := next_searches(variants):
+        while searching := [job for variant in variants for job in variant.search()]:
             jobs += train_after(jobs, searching)
 
     # Then train seed by seed, without variants whose search did not finish.
@@ -135,14 +222,6 @@ def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     return jobs
 
 
-def next_searches(variants: list[Variant]) -> list[Job]:
-    """Return the next runs in the searches of all variants."""
-    jobs = []
-    for variant in variants:
-        jobs += variant.search()
-    return jobs
-
-
 def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
     """Train jobs and return them. The first job of each size determines how long the others train.
 
@@ -153,35 +232,32 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
         first = firsts.setdefault(job.compared_with, job)
         if job is not first:
             job.baseline = first
-    train_all(jobs)
+    train_all(sorted(jobs, key=lambda job: job.baseline is not None))
     return jobs
 
 
-def match_sizes(variants: Variants, match: str) -> dict[str, str]:
-    """Set each variant's model.hidden to match the size of its baseline; return the baselines.
+def match_sizes(
+    variants: dict[str, list[str]], starts: dict[str, tuple[Settings, Start]], match: str
+) -> None:
+    """Set each variant's model.hidden to match the size of the first variant of its model.dim.
 
-    The first variant of each model.dim is the baseline of that width. With match="none", sizes
-    stay unchanged. Exits with code 2 for overrides that cannot be trained.
+    A variant that starts from the weights of a model keeps their size.
     """
-    firsts = {}  # first variant by model.dim
+    size = SIZES[match]
     targets = {}
-    baselines = {}
-    for name, overrides in variants.items():
-        settings, _, _ = read_settings(overrides)
+    for name, (settings, start) in starts.items():
         model = settings.model
-        baselines[name] = firsts.setdefault(model["dim"], name)
-        if match == "none":
-            continue
-        size = SIZES[match]
         target = targets.setdefault(model["dim"], size(build_model(model, "meta")))
         hidden = match_hidden(model, size, target)
+        if start.pretrained is not None or hidden == model["hidden"]:
+            continue
         if hidden is None:
             raise ValueError(f"{name} cannot match the baseline's size. fix: --match none")
-        if hidden != model["hidden"]:
-            change = f"model.hidden={hidden} instead of {model['hidden']}"
-            print(f"{name}: {change}, for equal {match}", file=sys.stderr)
-            overrides.append(f"model.hidden={hidden}")
-    return baselines
+        change = f"model.hidden={hidden} instead of {model['hidden']}"
+        print(f"{name}: {change}, for equal {match}", file=sys.stderr)
+        variants[name].append(f"model.hidden={hidden}")
+        model = model | {"hidden": hidden}
+        starts[name] = (settings.model_copy(update={"model": model}), start)
 
 
 def match_hidden(model: dict, size: Callable[[Transformer], float], target: float) -> int | None:

@@ -1,199 +1,97 @@
-"""The plots of a comparison: rows of points with intervals, and losses by rate."""
+"""The plots of a comparison: a row of seeds for each variant, and differences by model size."""
 
 import math
-from statistics import fmean, median
-from typing import NamedTuple
+import re
+from io import StringIO
+from statistics import fmean
 
-from matplotlib import color_sequences, cycler
-from matplotlib.axes import Axes
+from matplotlib import color_sequences, cycler, rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
 
-from tools.compare.tuning import Losses
+from tools.compare.statistics import Samples, Verdict
 
-# In inches. At a width of 40 rem, 30 rows fit on a screen 800 pixels high; on a screen 390 pixels
-# wide, 8-point letters are still readable.
+# In inches. 30 rows fit on a screen.
 WIDTH = 4.6
 ROW = 0.22
 MAX_ROWS_HEIGHT = 4.2
-MAX_LABEL = 22  # maximum number of characters in a row's label
-REACH = 3.0  # the axis extends to this multiple of the typical distance from the median
 COLORS = color_sequences["petroff10"]  # distinct for color-blind readers: 2107.02270
-# Ten colors with the first marker and line style, then with the next.
-STYLES = cycler(marker=["o", "s", "^"], linestyle=["-", "--", ":"]) * cycler(color=COLORS)
 VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[6]}  # blue, orange
-OTHER_COLOR = "gray"
-
-
-class ForestRow(NamedTuple):
-    label: str
-    points: list[float]
-    interval: tuple[float, float] | None
-    verdict: str = ""
-
-    @property
-    def values(self) -> list[float]:
-        """Return all plotted values: the points, and the bounds of the interval if known."""
-        ends = self.interval or ()
-        return [value for value in (*self.points, *ends) if math.isfinite(value)]
-
-
-def new_figure(xlabel: str, ylabel: str, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.set_prop_cycle(STYLES)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def draw_forest(
-    rows: list[ForestRow],
+    samples: Samples,
+    baseline: str | None,
     xlabel: str,
-    lines: dict[str, float],
-    limits: tuple[float, float] | None = None,
-    directions: tuple[str, str] = ("", ""),
+    verdicts: dict[str, Verdict] | None = None,
+    margin: float | None = None,
 ) -> Figure:
-    """Plot rows from top to bottom: a dot for each point, and the interval with its middle marked.
+    """Plot a row for each variant: a dot for each seed, and the interval if there are verdicts.
 
-    `lines` maps labels to axis values that are marked in all rows. Without `limits`, outliers do
-    not stretch the axis: an arrow at its end stands for a row's points beyond it, and their values
-    are written to the right of the row. `directions` are the labels for the two sides (left, right)
-    of the first line; they are shown above that line and at the axis.
+    With a `baseline`, dots are differences from its mean.
     """
-    row_height = min(ROW, MAX_ROWS_HEIGHT / len(rows))
-    to_left, to_right = directions
-    axis_label = "      ".join(filter(None, (to_left, xlabel, to_right)))
-    figure, axes = new_figure("", "", 1.0 + row_height * len(rows))
-    figure.supxlabel(axis_label, fontsize=8)  # it may be wider than the axis
-    low, high = limits or axis_limits(rows, lines)
-    for style, (label, value) in zip(("-", ":"), lines.items(), strict=False):
-        axes.axvline(value, color="gray", linestyle=style, linewidth=1, label=label)
+    verdicts = verdicts or {}
+    height = 1.0 + len(samples) * min(ROW, MAX_ROWS_HEIGHT / len(samples))
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    center = 0.0
+    if baseline is not None:
+        center = fmean(samples[baseline])
+        axes.axvline(0.0, color="gray", linewidth=1)
+    if margin is not None:
+        axes.axvline(margin, color="gray", linewidth=1, linestyle=":")
 
-    # Directions on both sides of the first line, above it.
-    origin = next(iter(lines.values()))
-    for text, alignment in ((f"{to_left}  ", "right"), (f"  {to_right}", "left")):
-        axes.text(
-            origin, 1.01, text, transform=axes.get_xaxis_transform(), ha=alignment, fontsize=8
+    for row, (name, values) in enumerate(samples.items()):
+        axes.plot(
+            [value - center for value in values], [row] * len(values), ".k", markersize=3, zorder=3
         )
+        verdict = verdicts.get(name)
+        if verdict is not None and math.isfinite(verdict.low):
+            color = VERDICT_COLORS.get(verdict.text, "gray")
+            axes.plot([verdict.low, verdict.high], [row] * 2, color=color, marker="|")
+            axes.plot(verdict.difference, row, "D", color=color, markersize=3.5)
 
-    for height, row in enumerate(rows):
-        color = VERDICT_COLORS.get(row.verdict, OTHER_COLOR)
-        if row.interval is not None and all(map(math.isfinite, row.interval)):
-            axes.plot(row.interval, [height] * 2, "-", color=color, marker="|", linewidth=1.5)
-            axes.plot(fmean(row.interval), height, "D", color=color, markersize=3.5)
-        axes.plot(row.points, [height] * len(row.points), ".", color="black", markersize=3)
-
-        # An arrow at the end of the axis for the points beyond it.
-        below = [point for point in row.points if point < low]
-        above = [point for point in row.points if point > high]
-        for outside, end, marker in ((below, low, "<"), (above, high, ">")):
-            if outside:
-                axes.plot(end, height, marker, color=color, markersize=5, clip_on=False)
-        if below or above:
-            text = describe_outside(below, above)
-            place = (1.03, height)
-            across = ("axes fraction", "data")
-            axes.annotate(text, place, xycoords=across, va="center", fontsize=7)
-
-    axes.set_xlim(low, high)
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # from top to bottom, with half a row at the edges
-    axes.set_yticks(range(len(rows)), [shorten(row.label) for row in rows], fontsize=8)
-    axes.tick_params(axis="y", length=0)
+    labels = [f"{name} (baseline)" if name == baseline else name for name in samples]
+    axes.set_yticks(range(len(samples)), labels, fontsize=8)
+    axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    figure.legend(loc="outside upper right", ncols=2, fontsize=7, frameon=False)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel(xlabel, fontsize=8)
     return figure
 
 
-def draw_ladder(
-    flops: list[float],
-    losses: dict[str, list[list[float]]],
-    fits: dict[str, list[float]],
-    intervals: dict[str, list[tuple[float, float, float]]],
-    baseline: str,
-    unit: str,
-) -> Figure:
-    """Plot losses against training compute, and below them the differences from the baseline.
-
-    For each amount of compute, a variant has the losses of its seeds, the loss on the fitted line,
-    and the difference with the bounds of its interval.
-    """
-    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    for axes, label in ((upper, unit), (lower, f"difference from {baseline}")):
-        axes.set_ylabel(label, fontsize=8)
-        axes.set_prop_cycle(STYLES)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    upper.set_yscale("log")
-    upper.set_xscale("log")
-    upper.yaxis.set_major_locator(MaxNLocator(5))
-    upper.yaxis.set_major_formatter("{x:g}")
-    upper.yaxis.set_minor_locator(NullLocator())
-    lower.set_xlabel("training FLOPs of a run", fontsize=8)
-    lower.axhline(0.0, color="gray", linewidth=1)
-
-    for number, (name, by_flops) in enumerate(losses.items()):
-        (line,) = upper.plot(flops, fits[name], label=name, linewidth=1, markersize=0)
-        for each, values in zip(flops, by_flops, strict=True):
-            upper.plot([each] * len(values), values, ".", color=line.get_color(), markersize=3)
-        if name == baseline:
-            continue
+def draw_ladder(flops: list[float], verdicts: dict[str, list[Verdict]], ylabel: str) -> Figure:
+    """Plot each variant's difference from the baseline, with its interval, against compute."""
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_prop_cycle(cycler(marker=["o", "s", "^"]) * cycler(color=COLORS))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.axhline(0.0, color="gray", linewidth=1)
+    axes.set_xscale("log")
+    for number, (name, each) in enumerate(verdicts.items()):
         # Side by side, so that intervals do not hide each other.
-        shifted = [each * 1.04 ** (number - len(losses) / 2) for each in flops]
-        differences, lows, highs = zip(*intervals[name], strict=True)
-        lower.plot(shifted, differences, color=line.get_color(), markersize=4, linewidth=1)
-        lower.vlines(shifted, lows, highs, color=line.get_color(), linewidth=1)
+        places = [value * 1.04 ** (number - len(verdicts) / 2) for value in flops]
+        (line,) = axes.plot(
+            places, [verdict.difference for verdict in each], label=name, markersize=4, linewidth=1
+        )
+        lows = [verdict.low for verdict in each]
+        highs = [verdict.high for verdict in each]
+        axes.vlines(places, lows, highs, color=line.get_color(), linewidth=1)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("training FLOPs of a run", fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
     figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
     return figure
 
 
-def axis_limits(rows: list[ForestRow], lines: dict[str, float]) -> tuple[float, float]:
-    """Return axis limits that include all values except those far from the median row.
+def to_svg(figure: Figure, salt: str) -> str:
+    """Return the figure as SVG. Black becomes the color of the surrounding text.
 
-    "Far" means farther than REACH times a typical distance: the median distance of rows from the
-    median row, or the median width of a row if that is larger. The axis includes `lines`.
+    The ids in the SVG depend only on `salt`, which differs between the figures of a page.
     """
-    drawn = [row.values for row in rows if row.values]
-    middles = [fmean(values) for values in drawn]
-    middle = median(middles)
-    distance = median(abs(each - middle) for each in middles)
-    width = median(max(values) - min(values) for values in drawn)
-    reach = REACH * max(distance, width)
-    inside = [value for values in drawn for value in values if abs(value - middle) <= reach]
-    low = min(*inside, *lines.values())
-    high = max(*inside, *lines.values())
-    space = 0.04 * (high - low) or 0.01
-    return low - space, high + space
-
-
-def describe_outside(below: list[float], above: list[float]) -> str:
-    """Describe the points beyond the ends of the axis, such as "3 seeds: 0.12 to 0.15"."""
-    texts = []
-    for points in (below, above):
-        if points:
-            ends = list(dict.fromkeys(f"{point:+.3g}" for point in (min(points), max(points))))
-            noun = "seed" if len(points) == 1 else "seeds"
-            texts.append(f"{len(points)} {noun}: {' to '.join(ends)}")
-    return "; ".join(texts)
-
-
-def shorten(label: str) -> str:
-    """Replace the middle of a long label with an ellipsis."""
-    if len(label) <= MAX_LABEL:
-        return label
-    half = MAX_LABEL // 2
-    return f"{label[:half]}\u2026{label[1 - half :]}"
-
-
-def draw_searches(losses: dict[str, Losses]) -> Figure:
-    """Plot the loss of each variant against the factors of its learning rates, on a log axis."""
-    figure, axes = new_figure("learning-rate factor", "val_loss, nats", 4.0)
-    axes.set_xscale("log", base=2)
-    for name, by_factor in losses.items():
-        factors = sorted(by_factor)
-        values = [by_factor[factor] for factor in factors]
-        axes.plot(factors, values, label=name, markersize=3, linewidth=1)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
-    return figure
+    buffer = StringIO()
+    with rc_context({"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    _, tag, drawing = buffer.getvalue().partition("<svg")
+    drawing = re.sub("<metadata>.*</metadata>", "", drawing, flags=re.DOTALL)
+    return tag + drawing.replace("#000000", "currentColor")

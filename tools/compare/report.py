@@ -2,381 +2,373 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from run.errors import without_fix
-from tools.compare.answer import Answer, answer_accuracies, answer_losses, describe_power
-from tools.compare.comparison import Comparison, judge_measure, sort_runs
-from tools.compare.ladder import add_ladder
-from tools.compare.measures import SOLVED, TEXT_PARTS, num_solved, tokens_until_solved
-from tools.compare.page import Page, Rows, plain_table
-from tools.compare.plots import ForestRow, draw_forest, draw_searches
-from tools.compare.runs import Groups, Run, changes, command
-from tools.compare.tuning import Losses, find_optimum
+from tools.compare.comparison import (
+    AT_EDGE,
+    DIVERGED,
+    SOLVED,
+    Comparison,
+    judge_losses,
+    judge_task,
+    require_shared,
+    sort_runs,
+)
+from tools.compare.ladder import make_ladder
+from tools.compare.plots import draw_forest, to_svg
+from tools.compare.runs import Run, command
+from tools.compare.statistics import Verdict, seeds_to_decide, with_interval
+from tools.compare.tuning import find_optimum
 
+# The minimum for a decision. With fewer seeds, only large differences are found. With fewer tokens,
+# the ranking may change with more training; 20 tokens per parameter are compute-optimal (Hoffmann
+# et al., 2203.15556).
+MIN_SEEDS = 3
+MIN_TOKENS = 10  # per parameter
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # largest ratio of speeds between a variant's seeds at which speeds are comparable
-MAX_NAME = 16  # maximum number of characters of the baseline's name in a title
-VERDICTS = """
-Brackets contain the 95 % confidence interval of the difference from the baseline. The intervals are
-simultaneous: in 95 of 100 comparisons like this one, all intervals contain the true difference.
-Seeds are not paired.
+MAX_SPREAD = 1.2  # ratio of the speeds of a variant's seeds from which on their range is shown
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Comparison</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 1rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1rem; font-weight: normal; margin-top: 3rem }}
+.answer {{ font-size: 1.35rem; font-weight: 600 }}
+svg {{ width: 40rem; max-width: 100%; height: auto; fill: currentColor }}
+.scroll {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-size: .9rem; white-space: nowrap }}
+th, td {{ padding: .3rem .6rem; text-align: right; border: 0; border-bottom: 1px solid #8885 }}
+th:first-child, td:first-child {{ text-align: left }}
+pre {{ overflow-x: auto }}
+</style>
+{sections}
+<p>{missing}</p>
+<p>Trained at commit {commits}. This page was written by:</p>
+<pre>{command}</pre>
+</html>
 """
-VERDICT_NAMES = """
-Better: the whole interval is below zero. As good: it ends below the margin of {margin:g}, which
-should be chosen before training. Worse: the whole interval is above zero, and it ends beyond the
-margin. Cannot tell: none of these holds. This does not mean that the losses are equal: more seeds
-may show a difference. A variant gets no verdict if its training or the baseline's training diverged
-with some seeds, or if the best learning rate of either is the lowest or highest one tried.
+SECTION = """<h1>{title}</h1>
+<p class="answer">{answer}</p>
+<p>{gaps}</p>
+{figure}
+<div class="scroll">{table}</div>
+<p>{caption}</p>
 """
-EQUAL = "The intervals are from Dunnett's test, with one variance pooled over all variants."
-UNEQUAL = """
-Some variants vary more between seeds than others (Bartlett's test), so the intervals are from
-Welch's t-tests with Bonferroni's correction. With few seeds, these miss the true difference more
-often than stated.
+LOSSES = """
+Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better or worse:
+the interval excludes zero. As good: it ends below {margin:g}. Which of several better variants is
+best was not tested. In the figure, each dot is a seed.
 """
-ACCURACIES = """
-A seed solves the task if its accuracy reaches {solved:.0f} %. Training either finds the solution or
-does not, so successful seeds are counted: a mean accuracy would not be useful. A variant is called
-better if the difference in counts is significant by Fisher's exact test at 5 %, corrected for the
-number of variants. The floor of {floor:.3f} is the accuracy of always guessing the most frequent
-answer.
+SEEDS = """
+A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: significantly more or
+fewer seeds than {baseline} (Fisher's exact test). Always guessing the most frequent answer gives
+{floor:.1f} %. In the figure, each dot is a seed.
 """
-PARTS = """
-Repeated tokens complete a pair of tokens that occurred earlier in the same context; all other
-tokens are new. "4 x the context" measures length extrapolation: the loss on the last tokens of
-windows four times as long as the training context, minus the loss on the same tokens at the end of
-windows as long as the training context. The model is not trained further, and positions are not
-rescaled. All intervals in this table are simultaneous.
-"""
-COSTS = """
-The cache size is for one sequence at full context in bf16. FLOPs are for training: one forward and
-one backward pass. A run's training speed is the median over the lines of its log. Decoding is
-measured at full context without compilation, with the first seed's model as loaded by generate.py.
-"""
-SETTINGS = """
-Only settings that differ from the baseline are listed; kinds.NAME applies to the layers of one
-kind. If parameters or FLOPs are matched (--match), the feed-forward width, hidden, is adjusted. The
-first line of configs/attention/NAME.yaml describes the attention variant NAME.
-"""
-TUNING = """
-Each variant was first trained with all of its learning rates multiplied by several factors, with a
-seed that is not used for the verdicts. A parabola was fitted to the loss over the logarithm of the
-factor; the compared runs use the factor at its minimum. "Off by two" is the rise of the fitted loss
-if the learning rate is half or twice the best one.
-"""
+
+
+class Section(NamedTuple):
+    """The part of a report about one task and model size, or about all sizes."""
+
+    title: str
+    answer: str  # one sentence
+    gaps: str  # what a reliable answer lacks; "" if nothing
+    figure: Figure | None
+    table: DataFrame
+    caption: str
+
+    def __str__(self) -> str:
+        parts = [self.answer, self.gaps]
+        if len(self.table):
+            parts.append(self.table.to_string(index=False))
+        return "\n".join(part for part in parts if part)
+
+    def html(self) -> str:
+        texts = {name: escape(getattr(self, name)) for name in ("title", "answer", "gaps")}
+        return SECTION.format(
+            **texts,
+            figure="" if self.figure is None else to_svg(self.figure, self.title),
+            table=self.table.to_html(index=False, border=0),
+            caption=escape(self.caption.strip()),
+        )
 
 
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
-    """Write report.html and the figures of its verdicts into `folder`, and return the summary.
+    """Write report.html and the figures into `folder`, and return the summary.
 
     `runs` are finished runs, and the variant of the first one is the baseline; `problems` maps the
     folder name of each other run to the reason for leaving it out. A variant is as good as the
-    baseline if it is within `margin`. Raises ValueError if there are no runs.
+    baseline if it is within `margin`. Raises ValueError if there are no runs, or if runs cannot be
+    compared.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
         raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: finish a run")
 
     # Models of the same size are compared with each other, task by task.
-    page = Page()
-    parts = defaultdict(list)
+    members = defaultdict(list)
     for run in runs:
-        parts[run.task, run.settings["model"]["dim"]].append(run)
+        members[run.task, run.settings["model"]["dim"]].append(run)
+    for task in {run.task for run in runs}:
+        require_shared([run for run in runs if run.task == task])
+    comparisons = {key: sort_runs(each) for key, each in members.items()}
+    sections = {}
+    for (task, dim), comparison in comparisons.items():
+        sections[f"{task}-{dim}"] = make_section(comparison, f"{task}, dim {dim}", margin)
+    judged = [each for (task, _), each in comparisons.items() if task == "text" and each.groups]
+    if len(judged) > 1:
+        sections = {"text-ladder": Section(*make_ladder(judged, margin))} | sections
+
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-
-    # For text at several sizes, first show how the differences change with the size.
-    comparisons = [sort_runs(members) for (task, _), members in parts.items() if task == "text"]
-    comparisons = [comparison for comparison in comparisons if comparison.groups]
-    if len(comparisons) > 1:
-        figure, text = add_ladder(page, comparisons, margin)
-        if figure:
-            (folder / "text-ladder.svg").write_text(figure, encoding="utf-8")
-            lines.append(text)
-
-    for (task, dim), members in parts.items():
-        context = members[0].model.context
-        page.paragraph(f"Comparison on {task}: models of dim {dim}, context {context}", "h1")
-        figure, text = add_comparison(page, members, margin)
-        if figure:
-            (folder / f"{task}-{dim}.svg").write_text(figure, encoding="utf-8")
-        lines.append(text)
-
-    if missing:
-        with page.folded(f"Runs missing from this report: {len(missing)}"):
-            for line in missing:
-                page.paragraph(line)
-    commits = sorted({str(run.commit) for run in runs})
-    page.paragraph(
-        f"Trained at commit {', '.join(commits)}. This page was generated by:", style="faint"
+    for name, section in sections.items():
+        if section.figure is not None:
+            file = folder / f"{name}.svg"
+            file.write_text(to_svg(section.figure, section.title), encoding="utf-8")
+    page = PAGE.format(
+        sections="\n".join(section.html() for section in sections.values()),
+        missing="<br>".join(map(escape, missing)),
+        commits=escape(", ".join(sorted({str(run.commit) for run in runs}))),
+        command=escape("\n".join(dict.fromkeys([command(), *(str(run.command) for run in runs)]))),
     )
-    page.code([command()])
     file = folder / "report.html"
-    file.write_text(page.html(), encoding="utf-8")
-    return "\n".join([*lines, *missing, f"written: {file}. To view it: open it in a browser"])
+    file.write_text(page, encoding="utf-8")
+    return "\n\n".join([*map(str, sections.values()), *missing, f"written: {file}"])
 
 
-@dataclass
-class Findings:
-    """How the variants of a comparison differ: the answer, a plot, cells by variant, notes."""
-
-    answer: Answer
-    figure: Figure
-    caption: str
-    cells: dict[str, dict[str, str]]
-    sorted_by: str  # title of the column to sort by
-    notes: list[str]
+def make_section(comparison: Comparison, title: str, margin: float) -> Section:
+    """Judge the runs of one task and size."""
+    if not comparison.groups:
+        answer = f"No answer yet: no run of {comparison.baseline}, the baseline, has finished."
+        return Section(title, answer, "", None, DataFrame(), "")
+    if comparison.is_task:
+        return judge_seeds(comparison, title)
+    return judge_texts(comparison, title, margin)
 
 
-def add_comparison(page: Page, runs: list[Run], margin: float) -> tuple[str, str]:
-    """Add the blocks for runs of one task and size; return the verdicts' SVG and a summary."""
-    comparison = sort_runs(runs)
-    groups = comparison.groups
-    if not groups:
-        text = (
-            f"No answer yet: no run of {comparison.baseline}, the baseline, has finished. "
-            f"Variants whose learning rates were searched: {len(comparison.losses)}."
-        )
-        page.paragraph(text, style="answer")
-        if comparison.losses:
-            add_searches(page, comparison.losses)
-        return "", text
-
-    # A task is either solved or not, so accuracies have no meaningful mean; losses have verdicts.
-    first = comparison.first
-    if first.floor is None:
-        findings = compare_losses(comparison, margin)
-    else:
-        findings = compare_accuracies(comparison)
-
-    # The answer first, then the figure and the table.
-    answer = findings.answer
-    page.paragraph(answer.headline, style="answer")
-    for remark in answer.remarks:
-        page.paragraph(remark)
-    svg = page.figure(findings.figure, findings.caption)
-    for clause in answer.verdicts:
-        page.paragraph(clause)
-    rows = []
-    for name, members in groups.items():
-        rows.append({"variant": name, **findings.cells[name], **size_cells(members[0])})
-    page.table(rows, findings.sorted_by)
-
-    # Everything else is in folded blocks.
-    with page.folded("How to read the table"):
-        for note in findings.notes:
-            page.paragraph(note)
-    speeds = add_costs(page, groups)
-    if first.task == "text":
-        add_parts(page, comparison)
-    if comparison.losses:
-        add_searches(page, comparison.losses)
-    add_settings(page, comparison)
-
-    for row in rows:
-        row["training, tokens/s"] = mean_speed(groups[row["variant"]])
-    return svg, "\n".join([str(answer), plain_table(rows), speeds])
-
-
-def compare_losses(comparison: Comparison, margin: float) -> Findings:
-    """Judge the losses on text."""
-    groups = comparison.groups
+def judge_texts(comparison: Comparison, title: str, margin: float) -> Section:
+    """Judge the variants by their losses on text."""
     baseline = comparison.baseline
     unit = comparison.first.metric_name
-    difference = "difference from " + (baseline if len(baseline) <= MAX_NAME else "the baseline")
-    result = judge_measure(comparison, unit, attrgetter("loss"), margin)
-    titles = (f"loss, {unit}", difference, "verdict")
-    cells = {}
-    for name in groups:
-        cells[name] = dict(zip(titles, result.cells(name), strict=True))
-
-    # A dot for each seed, and the interval, as differences from the baseline's mean.
-    center = fmean(run.loss for run in groups[baseline])
-    rows = []
-    for name, runs in groups.items():
-        points = [run.loss - center for run in runs]
-        if name in result.verdicts:
-            verdict = result.verdicts[name]
-            rows.append(ForestRow(name, points, (verdict.low, verdict.high), verdict.text))
-        else:
-            rows.append(ForestRow(f"{name} (baseline)", points, None))
-    figure = draw_forest(
-        rows,
-        f"{difference}, {unit}",
-        {"mean of the baseline": 0.0, f"margin {margin:g}": margin},
-        directions=("\N{LEFTWARDS ARROW} better", "worse \N{RIGHTWARDS ARROW}"),
-    )
-    return Findings(
-        answer=answer_losses(comparison, result, margin),
-        figure=figure,
-        caption=(
-            "Each dot is a seed, each diamond the mean difference, and each line its 95 % "
-            "interval. Blue: better. Orange: worse. Gray: neither."
-        ),
-        cells=cells,
-        sorted_by=titles[0],
-        notes=[
-            VERDICTS,
-            VERDICT_NAMES.format(margin=margin),
-            describe_power(result),
-            UNEQUAL if result.is_unequal else EQUAL,
-        ],
-    )
-
-
-def compare_accuracies(comparison: Comparison) -> Findings:
-    """Count the seeds that solve a task."""
-    groups = comparison.groups
-    first = comparison.first
-    cells = {}
-    for name, runs in groups.items():
-        cells[name] = accuracy_cells(runs, comparison.num_diverged(name))
-    rows = [ForestRow(name, [run.loss for run in runs], None) for name, runs in groups.items()]
-    figure = draw_forest(
-        rows,
-        first.metric_name,
-        {f"floor {first.floor:.3f}": first.floor, f"solved {SOLVED:g}": SOLVED},
-        limits=(-0.03, 1.03),
-        directions=("", "better \N{RIGHTWARDS ARROW}"),
-    )
-    return Findings(
-        answer=answer_accuracies(comparison),
-        figure=figure,
-        caption="Each dot is a seed.",
-        cells=cells,
-        sorted_by="",
-        notes=[ACCURACIES.format(solved=100 * SOLVED, floor=first.floor)],
-    )
-
-
-def accuracy_cells(runs: list[Run], num_diverged: int) -> dict[str, str]:
-    """Return the number of seeds that solve the task, the tokens needed, and the accuracies."""
-    accuracies = [100 * run.loss for run in runs]
-    tokens = tokens_until_solved(runs)
-    return {
-        "seeds that solve it": f"{num_solved(runs)} of {len(runs) + num_diverged}",
-        "million tokens until then": "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}",
-        "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
-    }
-
-
-def size_cells(run: Run) -> dict[str, str]:
-    """Return the costs of a variant that do not depend on the machine."""
-    return {
-        "cache, kB": f"{run.cache_bytes / 1e3:,.1f}",
-        "MFLOP/token": f"{run.model.training_flops() / 1e6:,.2f}",
-    }
-
-
-def mean_speed(runs: list[Run]) -> str:
-    return cell(fmean(run.tokens_per_second for run in runs), ",.0f")
-
-
-def cell(value: float, form: str) -> str:
-    """Format a number for a table; "n/a" if it is unknown."""
-    return format(value, form) if math.isfinite(value) else "n/a"
-
-
-def add_costs(page: Page, groups: Groups) -> str:
-    """Add each variant's speed and size; return a note on whether the speeds can be compared."""
-    rows = []
-    for name, runs in groups.items():
-        row = {
-            "variant": name,
-            "training, tokens/s": mean_speed(runs),
-            "parameters": f"{runs[0].model.num_parameters():,}",
-        }
-        rows.append(row | {title: f"{value:.2f}" for title, value in runs[0].decoding.items()})
-    speeds = describe_speeds(groups)
-    with page.folded("Speed and size"):
-        page.paragraph(speeds)
-        page.table(rows)
-        page.paragraph(COSTS)
-    return speeds
-
-
-def describe_speeds(groups: Groups) -> str:
-    """State whether training speeds can be compared, given the machines of the runs."""
-    runs = [run for members in groups.values() for run in members]
-    machines = [run.settings.get("machine", {}) for run in runs]
-    differences = []
-    for key in SPEED_KEYS:
-        values = sorted({str(machine.get(key)) for machine in machines})
-        if len(values) > 1:
-            differences.append(f"{key} is {' or '.join(values)}")
-    # Other programs, and other runs on the same GPU, slow down runs. All seeds of a variant perform
-    # the same computation, so compare their speeds.
-    spread = max(speed_spread(members) for members in groups.values())
-    if spread >= MAX_SPREAD:
-        differences.append(f"the seeds of one variant differ by a factor of {spread:.1f}")
-
-    if differences:
-        return f"Training speeds are not comparable: {'; '.join(differences)}."
-    return "Training speeds are comparable: the machines are of the same kind."
-
-
-def speed_spread(runs: list[Run]) -> float:
-    """Return the ratio of the runs' highest and lowest training speeds; 1 if no speed is known."""
-    speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
-    return max(speeds) / min(speeds) if speeds else 1.0
-
-
-def add_parts(page: Page, comparison: Comparison) -> None:
-    """Add the table of the parts of the loss on text, which are judged without a margin."""
-    rows = [{"variant": name} for name in comparison.groups]
-    for title, measure in TEXT_PARTS.items():
-        result = judge_measure(comparison, title, measure, 0.0, num_measures=len(TEXT_PARTS))
-        titles = (title, f"difference in {title}", f"verdict on {title}")
-        for row in rows:
-            row |= dict(zip(titles, result.cells(row["variant"]), strict=True))
-    with page.folded("Parts of the loss, and longer texts"):
-        page.table(rows)
-        page.paragraph(PARTS)
-
-
-def add_searches(page: Page, losses: dict[str, Losses]) -> None:
-    """Add the results of the search for learning rates."""
-    rows = []
-    for name, each in losses.items():
-        optimum = find_optimum(each)
-        rows.append(
-            {
-                "variant": name,
-                "best factor": f"{optimum.factor:.3g}",
-                "off by two, nats": cell(optimum.sensitivity, "+.4f"),
-                "factors tried": ", ".join(f"{factor:g}" for factor in sorted(each)),
-                "diverged": str(list(each.values()).count(math.inf)),
-                "nats at factor 1": cell(each.get(1.0, math.nan), ".4f"),
-                "nats at the best tried": cell(min(each.values()), ".4f"),
-            }
+    verdicts, is_unequal = judge_losses(comparison, margin)
+    texts = {name: verdict.text for name, verdict in verdicts.items()}
+    data, remedies = find_gaps(comparison, MIN_SEEDS)
+    answer = choose(comparison, texts, data, remedies)
+    best = chosen(comparison, texts)
+    if best is not None:
+        answer += f" {describe_gain(comparison, best, verdicts[best])}"
+    elif answer.startswith("No variant"):
+        detectable = [each.detectable for each in verdicts.values()]
+        answer += (
+            f" A difference of {max(detectable):.2g} {unit} would have been found (80 % power)."
         )
-    with page.folded("Learning rates"):
-        page.paragraph(TUNING)
-        caption = "Held-out loss against the learning-rate factor, without runs that diverged."
-        page.figure(draw_searches(losses), caption)
-        page.table(rows)
 
-
-def add_settings(page: Page, comparison: Comparison) -> None:
-    """Add the settings that distinguish the variants, and all settings of the baseline."""
-    baseline = comparison.baseline
-    first = comparison.first
-    rows: Rows = []
+    rows = []
     for name, runs in comparison.groups.items():
-        text = "baseline" if name == baseline else changes(runs[0], first)
-        rows.append({"variant": name, f"differs from {baseline} in": text})
-    with page.folded("Settings and command"):
-        page.table(rows)
-        page.paragraph(SETTINGS)
-        page.paragraph(
-            f"{baseline} was trained by this command, with the settings listed below it:"
+        difference = ""
+        if name in verdicts:
+            difference = with_interval(*verdicts[name][:3])
+        judged = {
+            unit: f"{fmean(run.loss for run in runs):.4f}",
+            "difference": difference,
+            "verdict": texts.get(name, "baseline"),
+        }
+        rows.append({"variant": name, **judged, **cost_cells(comparison, name)})
+    figure = draw_forest(
+        {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
+        baseline,
+        f"difference from {baseline}, {unit}",
+        verdicts,
+        margin,
+    )
+    caption = LOSSES.format(baseline=baseline, margin=margin)
+    if is_unequal:
+        caption += "Spreads differ, so the intervals are from Welch's tests (Bonferroni)."
+    return Section(
+        title, answer, describe_gaps(remedies), figure, DataFrame(rows).fillna(""), caption
+    )
+
+
+def judge_seeds(comparison: Comparison, title: str) -> Section:
+    """Judge the variants by the number of seeds that solve a task; their mean means little."""
+    baseline = comparison.baseline
+    task = comparison.first.task
+    texts = judge_task(comparison)
+    solved = {}
+    for name in comparison.groups:
+        solved[name] = f"{comparison.num_solved(name)} of {comparison.num_seeds(name)}"
+    min_seeds = max(MIN_SEEDS, seeds_to_decide(max(1, len(comparison.others))))
+    data, remedies = find_gaps(comparison, min_seeds)
+    answer = choose(comparison, texts, data, remedies)
+    best = chosen(comparison, texts)
+    if best is not None:
+        answer += f" {solved[best]} seeds solve {task}, and {solved[baseline]} of {baseline}."
+    elif not any(map(comparison.num_solved, comparison.groups)):
+        answer = f"No variant solves {task}."
+    elif comparison.num_solved(baseline) == comparison.num_seeds(baseline) >= MIN_SEEDS:
+        answer = f"Keep {baseline}: {solved[baseline]} seeds solve {task}, so none does better."
+        remedies = []
+
+    rows = []
+    for name, runs in comparison.groups.items():
+        accuracies = [100 * run.loss for run in runs]
+        tokens = comparison.tokens_until_solved(name)
+        judged = {
+            "seeds that solve it": solved[name],
+            "verdict": texts.get(name, "baseline"),
+            "million tokens until then": "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}",
+            "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
+        }
+        rows.append({"variant": name, **judged, **cost_cells(comparison, name)})
+    figure = draw_forest(
+        {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
+        None,
+        comparison.first.metric_name,
+    )
+    caption = SEEDS.format(
+        solved=100 * SOLVED, baseline=baseline, floor=100 * comparison.first.floor
+    )
+    return Section(
+        title, answer, describe_gaps(remedies), figure, DataFrame(rows).fillna(""), caption
+    )
+
+
+def chosen(comparison: Comparison, texts: dict[str, str]) -> str | None:
+    """Return the best variant that is better than the baseline, if there is one."""
+    return next((name for name in comparison.others if texts[name] == "better"), None)
+
+
+def choose(
+    comparison: Comparison, texts: dict[str, str], data: list[str], remedies: list[str]
+) -> str:
+    """Say which variant to take, and whether that is certain.
+
+    `texts` has the verdict on each variant, and `data` and `remedies` are from find_gaps().
+    """
+    baseline = comparison.baseline
+    best = chosen(comparison, texts)
+    withheld = {text for text in texts.values() if text in (AT_EDGE, DIVERGED)}
+    if not texts:
+        return f"{baseline} is the only variant: there is nothing to compare it with."
+    if best is not None:
+        return f"Only a hint: {best} looks better." if remedies else f"Take {best}."
+    if data:
+        return f"Too little data to choose: {', '.join(data)}."
+    if withheld and len(withheld) == len({*texts.values()}):
+        return f"No verdict on any variant: {', '.join(sorted(withheld))}."
+    return f"No variant is better than {baseline} for certain."
+
+
+def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
+    """Describe how much lower a variant's loss is, how certain that is, and what it costs."""
+    # Keep one significant digit of the bound nearest to zero, so that it is not rounded to zero.
+    digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
+    first = comparison.groups[name][0]
+    baseline = comparison.first
+    flops = first.model.training_flops() / baseline.model.training_flops()
+    return (
+        f"Its loss is {-verdict.difference:.{digits}f} {first.metric_name} lower than "
+        f"{comparison.baseline}'s (95 % interval {-verdict.high:.{digits}f} to "
+        f"{-verdict.low:.{digits}f}, {len(comparison.groups[name])} seeds), with "
+        f"{first.cache_bytes / baseline.cache_bytes:.0%} of the cache and {flops:.0%} of the FLOPs."
+    )
+
+
+def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[str]]:
+    """Return the shortages of data, such as "1 of 3 seeds", and what would close all gaps."""
+    groups = comparison.groups
+    data = []
+    remedies = []
+    seeds = min(map(len, groups.values()))
+    if seeds < min_seeds:
+        data.append(f"{seeds} of {min_seeds} seeds")
+        remedies.append(f"{min_seeds} seeds (seed={','.join(map(str, range(min_seeds)))})")
+
+    tokens = [run.last["tokens"] for runs in groups.values() for run in runs]
+    if min(tokens) < max(tokens):
+        data.append(f"some runs saw {min(tokens):,} tokens and others {max(tokens):,}")
+        remedies.append("the same number of tokens for all runs")
+
+    # Rounded, because parameter counts are matched only to within 0.5%.
+    most = max(runs[0].model.num_parameters() for runs in groups.values())
+    ratio = round(min(tokens) / most, 1)
+    if ratio < MIN_TOKENS and not comparison.is_task:
+        steps = math.ceil(MIN_TOKENS * most / comparison.first.settings["batch_tokens"])
+        data.append(f"{ratio:g} of {MIN_TOKENS} tokens per parameter")
+        remedies.append(
+            f"{MIN_TOKENS} tokens per parameter (steps={steps} max_minutes=null; at most 4 passes "
+            "over the text)"
         )
-        settings = [f"{key}={value}" for key, value in first.settings_except(()).items()]
-        page.code([first.command or "train.py", "", *settings])
+
+    # The default rates are scaled to the model and the run, but not tuned for the variant.
+    untuned = [name for name, runs in groups.items() if runs[0].name not in comparison.losses]
+    if untuned:
+        remedies.append("learning rates tuned for each variant (--tune)")
+    at_edge = [name for name in groups if comparison.is_at_edge(name)]
+    if at_edge:
+        remedies.append(f"a wider range of learning rates for {', '.join(at_edge)}")
+    return data, remedies
+
+
+def describe_gaps(remedies: list[str]) -> str:
+    return f"To be sure, this needs {'; '.join(remedies)}." if remedies else ""
+
+
+def cost_cells(comparison: Comparison, name: str) -> dict[str, str]:
+    """Return what a variant costs, and the parts of its loss, by column title."""
+    runs = comparison.groups[name]
+    first = runs[0]
+    cells = {
+        "cache, kB": f"{first.cache_bytes / 1e3:,.1f}",
+        "MFLOP/token": f"{first.model.training_flops() / 1e6:,.2f}",
+    }
+    # Training speeds can be compared only if all runs had the same kind of machine.
+    machines = set()
+    for members in comparison.groups.values():
+        for run in members:
+            machine = run.settings.get("machine", {})
+            machines.add(tuple(str(machine.get(key)) for key in SPEED_KEYS))
+    if len(machines) == 1:
+        cells["tokens/s"] = speed_range(runs)
+    cells |= {title: f"{value:.2f}" for title, value in first.decoding.items()}
+    if not comparison.is_task:
+        cells["new tokens, nats"] = mean(runs, lambda run: slice_loss(run, "new"), ".4f")
+        cells["repeated"] = mean(runs, lambda run: slice_loss(run, "repeated"), ".4f")
+        cells["rise at 4 x context"] = mean(runs, length_change, "+.4f")
+    if first.name in comparison.losses:
+        cells["best rate"] = f"x {find_optimum(comparison.losses[first.name]).factor:.2f}"
+    return cells
+
+
+def mean(runs: list[Run], measure: Callable[[Run], float], form: str) -> str:
+    """Format the mean of a measure over the runs; "" if a run lacks it."""
+    value = fmean(measure(run) for run in runs)
+    return format(value, form) if math.isfinite(value) else ""
+
+
+def speed_range(runs: list[Run]) -> str:
+    """Return the mean training speed, or the range if other programs slowed some of the runs."""
+    slowest, fastest = (end(run.tokens_per_second for run in runs) for end in (min, max))
+    if fastest > MAX_SPREAD * slowest:
+        return f"{slowest:,.0f} to {fastest:,.0f}"
+    return mean(runs, lambda run: run.tokens_per_second, ",.0f")
+
+
+def slice_loss(run: Run, name: str) -> float:
+    """Return a slice's loss on held-out text in nats per token; NaN if it was not logged."""
+    return run.last.get("slices", {}).get(name, {}).get("loss", math.nan)
+
+
+def length_change(run: Run) -> float:
+    """Return how much the loss on the same tokens rises at 4 times the context; NaN if unknown."""
+    if not run.lengths:
+        return math.nan
+    return run.lengths["4"] - run.lengths["1"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import subprocess
 import sys
@@ -22,9 +21,8 @@ from run.errors import IntegrityError
 from run.instantiate import instantiate
 from run.settings import flatten
 
-# Settings that are not compared. Some only name a run. Others affect its length and its machine,
-# which are compared as `tokens` and `machine.`.
-NOT_COMPARED = (
+# Settings that do not define a variant: a run's name, seed, length, machine and logging intervals.
+NOT_IDENTITY = (
     "name",
     "run_dir",
     "seed",
@@ -35,21 +33,15 @@ NOT_COMPARED = (
     "wandb",
     "device",
     "compile",
-)
-# The length, the machine and the logging intervals of a run do not define a variant either.
-NOT_IDENTITY = (
-    *NOT_COMPARED,
-    "tokens",
     "machine.",
     "eval_every",
     "save_every",
     "sample_every",
     "log_every",
 )
-NAME_SETTINGS = 3  # maximum number of settings in a variant's name
 RECORDS = "runs.jsonl"  # file in a comparison's folder
 
-Groups = dict[str, list["Run"]]  # the runs of each variant, by its name; the baseline first
+Groups = dict[str, list["Run"]]  # the runs of each variant, by its name
 
 
 @dataclass
@@ -57,7 +49,8 @@ class Run:
     """A run: its settings, its lines of metrics, and whether it is finished.
 
     RECORDS in a comparison's folder has a line for each finished run, so that a report needs no
-    checkpoints, and a comparison can continue without them.
+    checkpoints, and a comparison can continue without them. A run of a comparison has the name of
+    its variant.
     """
 
     folder: Path
@@ -67,9 +60,9 @@ class Run:
     tokens_per_second: float = math.nan  # the median over the lines of the log
     factor: float | None = None  # of the learning rates, if the run is part of a search
     baseline: str | None = None  # the variant that it is compared with
+    swept: list[str] = field(default_factory=list)  # keys that the comparison varies
     commit: str | None = None
     command: str | None = None  # command line of the comparison that trained it
-    overrides: list[str] = field(default_factory=list)
     # Measured with the last checkpoint: losses by multiple of the context, ms by column title.
     lengths: dict[str, float] = field(default_factory=dict)
     decoding: dict[str, float] = field(default_factory=dict)
@@ -90,12 +83,8 @@ class Run:
             raise IntegrityError(
                 f"cannot read the metrics ({metrics}: {error}). fix: train the run again"
             ) from None
-        settings = checkpoint.load_config(newest)
-        settings.pop("overrides", None)  # already applied to the settings
-        # Runs are compared only on the same held-out tokens: replace null with the actual number.
-        if settings.get("eval_tokens") is None:
-            settings["eval_tokens"] = lines[-1].get("eval_tokens")
         speed = median_of_log(lines, "tokens_per_second")
+        settings = checkpoint.load_config(newest)
         return cls(folder, settings, lines, done, math.nan if speed is None else speed)
 
     def append_to_records(self) -> None:
@@ -107,6 +96,11 @@ class Run:
         record = values | {"folder": self.folder.name, "lines": evaluations}
         with (self.folder.parent / RECORDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    @property
+    def name(self) -> str:
+        """The name of the variant."""
+        return self.settings["name"]
 
     @property
     def has_checkpoint(self) -> bool:
@@ -143,10 +137,8 @@ class Run:
         return names.get(self.metric, f"{self.task} accuracy")
 
     @cached_property
-    def floor(self) -> float | None:
-        """The accuracy on a task if each row gets its best constant answer; None for text."""
-        if self.task == "text":
-            return None
+    def floor(self) -> float:
+        """The accuracy on a task if each row gets its best constant answer."""
         return instantiate(self.settings["data"], "data").floor()
 
     @property
@@ -164,15 +156,11 @@ class Run:
         """The size in bytes of a bf16 cache for one full context."""
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
 
-    def settings_except(self, ignored: tuple[str, ...]) -> dict[str, str]:
-        """Return the settings and `tokens` by dotted key, except keys that start with `ignored`."""
-        pairs = flatten(self.settings | {"tokens": self.last["tokens"]})
-        return {key: str(value) for key, value in pairs if not key.startswith(ignored)}
-
-    @cached_property
-    def identity(self) -> dict[str, str]:
-        """The settings that define the variant of the run."""
-        return self.settings_except(NOT_IDENTITY)
+    @property
+    def identity(self) -> str:
+        """The settings that define the variant, as JSON."""
+        pairs = flatten(self.settings)
+        return json.dumps([pair for pair in pairs if not pair[0].startswith(NOT_IDENTITY)])
 
 
 def median_of_log(lines: list[dict], key: str) -> float | None:
@@ -209,15 +197,16 @@ def read_records(folder: Path) -> dict[str, Run]:
     record.
     """
     runs = {}
+    known = {each.name for each in fields(Run)}
     file = folder / RECORDS
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            record = {**json.loads(line)}
-            record.pop("other_load", None)  # recorded by earlier versions
+            # Earlier versions recorded more.
+            record = {key: value for key, value in json.loads(line).items() if key in known}
             run = Run(**record)
             run.folder = folder / run.folder
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise IntegrityError(
                 f"invalid run record ({file}, line {number}: {error}). fix: remove the line"
             ) from None
@@ -226,15 +215,15 @@ def read_records(folder: Path) -> dict[str, Run]:
 
 
 def group_by_variant(runs: list[Run]) -> Groups:
-    """Group runs that differ only in their seed, and name each group.
+    """Group runs that differ only in their seed.
 
-    A group has the name of its runs. If several groups share a name, up to NAME_SETTINGS settings
-    that distinguish them are appended, then a number if needed. Raises ValueError if two runs of a
-    group have the same seed.
+    A group has the name of its runs. If runs of train.py have the same name but different settings,
+    each group has the name of its first run's folder. Raises ValueError if two runs of a group have
+    the same seed.
     """
     groups = defaultdict(dict)  # (name, settings shared by all seeds) -> runs by seed
     for run in runs:
-        by_seed = groups[run.settings["name"], tuple(run.identity.items())]
+        by_seed = groups[run.name, run.identity]
         if run.seed in by_seed:
             raise ValueError(
                 f"two runs have the same variant and seed ({by_seed[run.seed].folder}, "
@@ -242,42 +231,10 @@ def group_by_variant(runs: list[Run]) -> Groups:
             )
         by_seed[run.seed] = run
 
-    # Append the settings that distinguish a group from others with the same name.
+    names = [name for name, _ in groups]
     named = {}
-    for (name, identity), by_seed in groups.items():
-        namesakes = [set(other) for own, other in groups if own == name]
-        shared = set.intersection(*namesakes)
-        different = [
-            pair for pair in identity if pair not in shared and not pair[0].endswith("_partial_")
-        ]
-        words = [name]
-        for key, value in different[:NAME_SETTINGS]:
-            last = key.rpartition(".")[2]
-            if last == "_target_":
-                words.append(value.rpartition(".")[2])  # the name of the class
-            else:
-                words.append(f"{last}={value}")
-        if len(different) > NAME_SETTINGS:
-            words.append(f"and {len(different) - NAME_SETTINGS} more")
-        title = " ".join(words)
-        number = 2
-        while title in named:
-            title = " ".join([*words, f"({number})"])
-            number += 1
-        named[title] = list(by_seed.values())
+    for (name, _), by_seed in groups.items():
+        members = [*by_seed.values()]
+        title = name if names.count(name) == 1 else members[0].folder.name
+        named[title] = members
     return named
-
-
-def changes(run: Run, baseline: Run) -> str:
-    """Return the settings of a run that its baseline lacks or sets to a different value.
-
-    If the baseline lacks a kind of layer, this kind is compared with all layers of the baseline.
-    """
-    theirs = baseline.settings_except(NOT_COMPARED)
-    words = []
-    for key, value in run.settings_except(NOT_COMPARED).items():
-        plain = re.sub(r"kinds\.\w+\.", "", key)
-        if theirs.get(key, theirs.get(plain, "None")) != value:
-            name = key.removeprefix("model.").removeprefix("attention.")
-            words.append(f"{name}={value}")
-    return ", ".join(words)

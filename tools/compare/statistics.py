@@ -147,3 +147,11 @@ def text_of(low: float, high: float, margin: float) -> str:
     if low > 0:
         return "worse"
     return "cannot tell"
+
+
+def with_interval(difference: float, low: float, high: float) -> str:
+    """Format a difference, with its interval if there is one."""
+    text = f"{difference:+z.4f}"
+    if not math.isnan(low):
+        text += f" [{low:+z.4f}, {high:+z.4f}]"
+    return text

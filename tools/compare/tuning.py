@@ -15,14 +15,13 @@ Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if 
 
 
 class Optimum(NamedTuple):
-    """The best factor for the rates, and how much the loss rises at half or twice that factor.
+    """The best factor for the rates.
 
-    If `is_inside` is false, the best factor is the lowest or highest one tried, and a better factor
-    may lie outside.
+    If `is_inside` is false, it is the lowest or highest one tried, and a better factor may lie
+    outside.
     """
 
     factor: float
-    sensitivity: float
     is_inside: bool
 
 
@@ -56,15 +55,15 @@ def find_optimum(losses: Losses) -> Optimum:
         if abs(distance) <= 2 and math.isfinite(loss):
             octaves[distance] = loss
     if not is_inside or len(octaves) < 3:
-        return Optimum(best, math.nan, is_inside)
+        return Optimum(best, is_inside)
 
     curvature, slope, _ = np.polyfit(list(octaves), list(octaves.values()), 2)
     if curvature <= 0:  # only noise: the losses have no minimum
-        return Optimum(best, math.nan, is_inside)
+        return Optimum(best, is_inside)
     lowest = max(-1, min(octaves))
     highest = min(1, max(octaves))
     shift = float(np.clip(-slope / (2 * curvature), lowest, highest))
-    return Optimum(best * 2**shift, float(curvature), is_inside)
+    return Optimum(best * 2**shift, is_inside)
 
 
 def rate_losses(runs: list[Run]) -> Losses:
