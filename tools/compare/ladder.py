@@ -17,9 +17,12 @@ these sizes.
 
 
 def make_ladder(
-    comparisons: list[Comparison], margin: float
+    comparisons: list[Comparison], answers: dict[int, str], margin: float
 ) -> tuple[str, str, str, Figure, DataFrame, str]:
-    """Compare the differences at several sizes; return the contents of a report's section."""
+    """Compare the differences at several sizes; return the contents of a report's section.
+
+    `answers` has the answer at each size, by model.dim.
+    """
     comparisons = sorted(comparisons, key=flops_of_baseline)
     verdicts = []  # of each size, smallest first, by variant
     for comparison in comparisons:
@@ -42,13 +45,11 @@ def make_ladder(
         rows.append(row | {"verdict there": verdicts[-1][name].text, "trend": trends[name]})
 
     largest = comparisons[-1]
-    baseline = without_dim(largest.baseline, largest.dim)
+    answer = f"At dim {largest.dim}, the largest size: {answers[largest.dim]}"
     better = [name for name in names if verdicts[-1][name].text == "better"]
-    answer = f"At dim {largest.dim}, the largest size, "
     if better:
-        answer += f"{better[0]} is better than {baseline}; trend: {trends[better[0]]}."
-    else:
-        answer += f"no variant is better than {baseline} for certain."
+        answer += f" Trend of {better[0]} over the sizes: {trends[better[0]]}."
+    baseline = without_dim(largest.baseline, largest.dim)
     figure = draw_ladder(
         [flops_of_baseline(comparison) for comparison in comparisons],
         {name: [each[name] for each in verdicts] for name in names},

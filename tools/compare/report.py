@@ -126,7 +126,8 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
         sections[f"{task}-{dim}"] = make_section(comparison, f"{task}, dim {dim}", margin)
     judged = [each for (task, _), each in comparisons.items() if task == "text" and each.groups]
     if len(judged) > 1:
-        sections = {"text-ladder": Section(*make_ladder(judged, margin))} | sections
+        answers = {each.dim: sections[f"text-{each.dim}"].answer for each in judged}
+        sections = {"text-ladder": Section(*make_ladder(judged, answers, margin))} | sections
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, section in sections.items():
@@ -185,7 +186,7 @@ def judge_texts(comparison: Comparison, title: str, margin: float) -> Section:
     figure = draw_forest(
         {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
         baseline,
-        f"difference from {baseline}, {unit}",
+        f"difference from {baseline}, {unit} (left is better)",
         verdicts,
         margin,
     )
@@ -231,7 +232,7 @@ def judge_seeds(comparison: Comparison, title: str) -> Section:
     figure = draw_forest(
         {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
         None,
-        comparison.first.metric_name,
+        f"{comparison.first.metric_name} (right is better)",
     )
     caption = SEEDS.format(
         solved=100 * SOLVED, baseline=baseline, floor=100 * comparison.first.floor
