@@ -11,14 +11,9 @@ from run.settings import flatten
 from tests.conftest import VARIANTS, settings_of
 from tools.compare import plan
 from tools.compare.jobs import Job
-from tools.compare.plan import (
-    expand_sweep,
-    match_hidden,
-    name_variants,
-    plan_variants,
-    train_variants,
-)
+from tools.compare.plan import match_hidden, plan_variants, train_variants
 from tools.compare.runs import Run
+from tools.compare.sweep import expand_sweep, name_variants
 
 
 def num_parameters(overrides: list[str]) -> int:

@@ -1,21 +1,19 @@
 """Plan the runs of a comparison: variants of equal size, and their jobs."""
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from zlib import crc32
 
 from data.corpus import Corpus
 from model.build import build_model
 from model.transformer import Transformer
-from run.compose import GROUPS, check_choice, compose, parse_overrides
 from run.settings import Settings
 from tools.compare.jobs import Job, train_all
+from tools.compare.sweep import Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import Start, open_data, read_settings
 
@@ -23,9 +21,6 @@ SIZE_TOLERANCE = 0.005  # sizes count as equal up to this relative difference
 # The measures of model size that --match can make equal.
 SIZES = {"params": Transformer.num_parameters, "flops": Transformer.training_flops}
 SEARCH_SEED = 1000  # seed of the learning-rate search, not used for verdicts
-OWN_KEYS = ("run_dir", "resume")  # keys that a comparison sets in each run
-TOKENIZERS = ("data.vocab_size", "data.tokenizer")  # the keys of the data that may be swept
-Sweep = dict[str, list[str]]  # the overrides (KEY=VALUE) of each key, one per value
 
 
 @dataclass
@@ -88,59 +83,6 @@ class Variant:
 def quoted(path: Path) -> str:
     """Return a path as the value of an override."""
     return json.dumps(str(path), ensure_ascii=False)
-
-
-def expand_sweep(overrides: list[str]) -> Sweep:
-    """Expand Hydra sweeps (A,B or range or glob).
-
-    Raises OverrideError for an unknown key or choice, and ValueError for a value of the first
-    variant that train.py does not accept, and for values that would make runs incomparable.
-    """
-    sweep = {}
-    for word, override in zip(overrides, parse_overrides(overrides), strict=True):
-        key = override.key_or_group
-        if key in OWN_KEYS:
-            raise ValueError(f"a comparison sets this key itself ({word})")
-        sweep[key] = [word.lstrip("+")]
-        if override.is_discrete_sweep():
-            sweep[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        for each in sweep[key]:
-            check_choice(each)
-        is_data = key.partition(".")[0] == "data" or key == "eval_tokens"
-        if is_data and key not in TOKENIZERS and len(sweep[key]) > 1:
-            raise ValueError(f"losses on different data are not comparable. fix: {sweep[key][0]}")
-    compose([words[0] for key, words in sweep.items() if key != "seed"])
-    return sweep
-
-
-def name_variants(sweep: Sweep) -> dict[str, list[str]]:
-    """Name each combination after the values of the swept keys, such as mla-lr-0.01.
-
-    Returns the overrides of each variant by its name, the baseline first. Raises ValueError if two
-    combinations have the same name.
-    """
-    # A single variant is named after its attention, followed by the attention's own settings.
-    named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
-    if not named_keys or any(key.startswith("attention.") for key in named_keys):
-        named_keys.append("attention")
-    variants = {}
-    for combination in product(*sweep.values()):
-        # A config group adds only its value to the name; any other key also adds its last part.
-        parts = []
-        for override in combination:
-            key, _, value = override.partition("=")
-            if key in named_keys:
-                if key not in (*GROUPS, "name"):
-                    parts.append(key.rpartition(".")[2])
-                parts.append(value)
-
-        # A name is also a folder name: letters, digits, dots and dashes.
-        name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
-        if name in variants:
-            raise ValueError(f"two variants have the same name ({name}). fix: leave one out")
-        # All runs are judged on the same data: all held-out text, or all held-out rows of a task.
-        variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
-    return variants
 
 
 def plan_variants(
@@ -236,9 +178,7 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
     return jobs
 
 
-def match_sizes(
-    variants: dict[str, list[str]], starts: dict[str, tuple[Settings, Start]], match: str
-) -> None:
+def match_sizes(variants: Variants, starts: dict[str, tuple[Settings, Start]], match: str) -> None:
     """Set each variant's model.hidden to match the size of the first variant of its model.dim.
 
     A variant that starts from the weights of a model keeps their size.

@@ -167,10 +167,8 @@ def judge_texts(comparison: Comparison, title: str, margin: float) -> Section:
     if best is not None:
         answer += f" {describe_gain(comparison, best, verdicts[best])}"
     elif answer.startswith("No variant"):
-        detectable = [each.detectable for each in verdicts.values()]
-        answer += (
-            f" A difference of {max(detectable):.2g} {unit} would have been found (80 % power)."
-        )
+        largest = max(each.detectable for each in verdicts.values())
+        answer += f" A difference of {largest:.2g} {unit} would have been found (80 % power)."
 
     rows = []
     for name, runs in comparison.groups.items():
@@ -304,10 +302,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
     if ratio < MIN_TOKENS and not comparison.is_task:
         steps = math.ceil(MIN_TOKENS * most / comparison.first.settings["batch_tokens"])
         data.append(f"{ratio:g} of {MIN_TOKENS} tokens per parameter")
-        remedies.append(
-            f"{MIN_TOKENS} tokens per parameter (steps={steps} max_minutes=null; at most 4 passes "
-            "over the text)"
-        )
+        remedies.append(f"{MIN_TOKENS} tokens per parameter (steps={steps} max_minutes=null)")
 
     # The default rates are scaled to the model and the run, but not tuned for the variant.
     untuned = [name for name, runs in groups.items() if runs[0].name not in comparison.losses]
