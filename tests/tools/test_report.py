@@ -249,6 +249,11 @@ def test_the_answer_for_a_task_counts_seeds(write, solved, num_seeds, is_tuned, 
         assert "To be sure" not in summary
 
 
+def test_a_variant_that_solves_a_task_less_often_is_worse(write):
+    page, _ = write(tuned(recalled({"gqa": 4, "mqa": 0}, 4)))
+    assert table(page, 0)["mqa"]["verdict"] == "worse"
+
+
 def test_speeds_are_shown_only_if_they_can_be_compared(write):
     runs = [text_run(name, seed, 1.0) for name in ("gqa", "mqa") for seed in range(2)]
     assert table(write(runs)[0], 0)["mqa"]["tokens/s"] == "100"
