@@ -28,7 +28,7 @@ CONFIGS = ROOT / "configs"
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule", "experiment")
 PARTS = ("attention", "ffn", "norm")  # groups whose presets become part of the model's config
 # Keys with text values that may look like numbers or contain commas, such as file names.
-TEXT_KEYS = ("name", "run_dir", "init_from", "distill", "data.path", "data.tokenizer")
+TEXT_KEYS = ("name", "run_dir", "init_from", "data.path", "data.tokenizer")
 # Names of nanoGPT and transformers that mean exactly the same as a key of ours.
 OTHER_NAMES = {
     "n_layer": "model.depth",
@@ -81,10 +81,9 @@ def compose(overrides: list[str]) -> Settings:
     if keys["init_from"] is not None and "reference" in keys["optimizer"] and not gives_reference:
         keys["optimizer"]["reference"] = None
     # A run given by name is stored in the config as a path.
-    for key in ("init_from", "distill"):
-        value = keys[key]
-        if isinstance(value, str) and run_path(value) != Path(value):
-            keys[key] = str(run_path(value))
+    source = keys["init_from"]
+    if isinstance(source, str) and run_path(source) != Path(source):
+        keys["init_from"] = str(run_path(source))
     try:
         return Settings(**keys)
     except ValidationError as error:
@@ -92,6 +91,11 @@ def compose(overrides: list[str]) -> Settings:
         for problem in error.errors():
             lines.append(describe(problem["loc"][0], problem["input"], problem["msg"]))
         raise ValueError("\n".join(lines)) from None
+
+
+def size_words(model: dict) -> list[str]:
+    """Return the overrides that give a model the sizes that an attention preset may refer to."""
+    return [f"model.{key}={model[key]}" for key in ("dim", "depth", "heads")]
 
 
 def literal(word: str, text_keys: tuple[str, ...] = TEXT_KEYS) -> str:

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from run import checkpoint, errors
-from run.compose import PARTS, compose, original_of
+from run.compose import PARTS, compose, original_of, size_words
 from run.distributed import DistEnv
 from run.settings import Settings, as_typed, flatten
 
@@ -22,7 +22,6 @@ RUNS = Path("runs")
 # because the run would have another model, other batches or another loss.
 RESUMABLE = (
     "data.path",
-    "distill",
     "steps",
     "tokens_per_parameter",
     "max_minutes",
@@ -54,23 +53,21 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
     value, so a command can be repeated with resume=true. Raises ValueError for a
     change of a key that is not RESUMABLE.
     """
-    # The rates of a run that began with `init_from` are not scaled, even if it is not repeated.
-    began = [] if saved.get("init_from") is None else [f"init_from={saved['init_from']}"]
+    # A run that began with `init_from` has the size of that model, and its rates are not scaled.
+    began = []
+    if saved.get("init_from") is not None:
+        began = [f"init_from={saved['init_from']}", *size_words(saved["model"])]
     typed = by_name(compose([*began, *overrides]).model_dump())
     then = by_name(saved)
-    changed = []
-    for key in keys_set_by(overrides, then | typed):
-        is_same = typed.get(key) == then.get(key) or key in ("run_dir", "resume")
-        if key in ("init_from", "distill") and then.get(key) and typed[key]:
-            is_same = is_in_run(then[key], typed[key])
-        if not is_same:
-            changed.append(key)
-
-    changes = {}
-    for key in changed:
-        changes[key] = f"{key} (was {as_typed(then.get(key))}, now {as_typed(typed.get(key))})"
+    # A run that is given by name is saved as a path, also when it is gone.
+    if then.get("init_from") == str(Path("runs", typed["init_from"] or "")):
+        typed["init_from"] = then["init_from"]
+    names = [
+        key for key in keys_set_by(overrides, then | typed) if key not in ("run_dir", "resume")
+    ]
+    changes = changes_of(names, then, typed)
     refused = []
-    for key in changed:
+    for key in changes:
         is_allowed = key in RESUMABLE or key.partition(".")[0] in RESUMABLE
         if not is_allowed or key == "optimizer._target_":
             refused.append(changes[key])
@@ -83,7 +80,7 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
 
     # Set the changed keys; remove those that the typed preset of a group does not have.
     tree = {key: deepcopy(value) for key, value in saved.items() if key not in NOT_SETTINGS}
-    for key in changed:
+    for key in changes:
         group, _, option = key.rpartition(".")
         branch = tree
         for name in group.split(".") if group else []:
@@ -103,14 +100,14 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
         ) from None
 
 
-def is_in_run(saved: str, typed: str) -> bool:
-    """Whether a saved checkpoint is of the run that is typed as a path or a name of runs/.
-
-    False if the run has pruned the checkpoint. `init_from` is saved as a path that may be gone.
-    """
-    is_inside = any(Path(saved).is_relative_to(run) for run in (typed, Path("runs", typed)))
-    is_pruned = Path(saved).parent.name == "checkpoints" and not Path(saved).exists()
-    return is_inside and not is_pruned
+def changes_of(keys: Iterable[str], then: dict, typed: dict) -> dict[str, str]:
+    """Return a description of the change of each key whose value differs."""
+    changes = {}
+    for key in keys:
+        was, now = then.get(key), typed.get(key)
+        if was != now:
+            changes[key] = f"{key} (was {as_typed(was)}, now {as_typed(now)})"
+    return changes
 
 
 def by_name(tree: dict) -> dict[str, object]:

@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from run.ranges import (
-    AtLeastTwo,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from run.ranges import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 CPU_MICRO_BATCH = 8  # maximum number of sequences; larger micro-batches are not faster on a CPU
 
@@ -60,8 +53,6 @@ class Settings(BaseModel):
 
     clip: PositiveFloat | None
     z_loss: NonNegativeFloat
-    distill: Text | None
-    distill_weight: Fraction
 
     device: Literal["auto", "cpu", "cuda", "mps"]
     precision: Literal["auto", "fp32", "bf16", "fp16"]
@@ -83,11 +74,6 @@ class Settings(BaseModel):
             raise ValueError(
                 "sharding needs more than one process (sharded=true). "
                 "fix: torchrun --nproc_per_node=N train.py, or sharded=false"
-            )
-        if self.distill is None and self.distill_weight != 0.5:  # the default in train.yaml
-            raise ValueError(
-                f"distill_weight needs a teacher (distill_weight={self.distill_weight}, "
-                "distill=null). fix: leave distill_weight out, or set distill=runs/NAME"
             )
         # If the batch is smaller than one micro-batch per process, the micro-batch shrinks.
         sequence_tokens = self.context * world_size  # if every process has one sequence

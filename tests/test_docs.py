@@ -122,7 +122,7 @@ def test_documented_comparison_commands_run(command, story, forked_jobs, monkeyp
 
 
 def test_documented_commands_that_use_a_model_run(command, trained, stories, monkeypatch):
-    """Imports, exports, converts, trains and evaluates models in the documented order."""
+    """Imports, exports, trains and evaluates models in the documented order."""
     monkeypatch.setattr(lengths, "LONGEST", 1)  # use all of the text
     monkeypatch.setattr(lengths, "MULTIPLES", (1,))
     # Export the run to have a folder to import.
@@ -130,18 +130,6 @@ def test_documented_commands_that_use_a_model_run(command, trained, stories, mon
     for line in MODEL:
         more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
         run(command, line.replace("runs/NAME", str(trained)), *more)
-
-
-def test_documented_conversion_commands_run(command, tokenizer, story):
-    saved(Path("old"), tree_of("mha"), tokenizer)
-    page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    for number, line in enumerate(block.splitlines()):
-        line = line.partition("#")[0].replace("MODEL", "old").replace("TEXT", str(story))
-        # Each conversion creates a model, and training starts from the last one.
-        line = line.replace("NEW", f"new{min(number, 1)}")
-        more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
-        run(command, line, *more)
 
 
 def test_ci_runs_the_test_command_in_the_readme():

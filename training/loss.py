@@ -3,7 +3,7 @@
 Training minimizes the objective and reports the metrics, which are separate values.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from data.loader import IGNORE_INDEX, document_ids
 from model.layers import apply_softcap, fp32
 from model.transformer import Transformer
-from training.distillation import Distillation
 
 MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
 # The fast kernels of a GPU need rows of bf16 logits that begin at multiples of 16 bytes. Lengths in
@@ -22,20 +21,11 @@ VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 TARGET_METRICS = ("nats", "is_correct", "is_counted")
 
 
-class LossOptions(NamedTuple):
-    """Terms of the objective in addition to the cross-entropy with the targets."""
-
-    z_loss: float = 0.0  # weight of log(Z)^2, where Z is the sum of exponentials (2204.02311)
-    distill_weight: float = 0.0  # weight of the teacher; the targets get the rest (1503.02531)
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, options: LossOptions, teacher_logits: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """logits (N, V) after the soft-cap, targets (N,) -> the objective, TARGET_METRICS (3, N).
 
-    The objective is summed over targets. A target contributes its nats, mixed with the
-    cross-entropy against the teacher's probabilities (weight `distill_weight`), plus the z-loss.
+    The objective is summed over targets. A target contributes its nats plus `z_loss` * log(Z)^2,
+    where Z is the sum of exponentials (2204.02311).
 
     The metrics have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
     may share the highest logit; a target among them counts as correct.
@@ -44,13 +34,9 @@ def cross_entropy(
     is_counted = targets != IGNORE_INDEX
     nats = target_nats(logits, targets) * is_counted
     objective = nats
-    if teacher_logits is not None:
-        probabilities = teacher_logits.softmax(dim=-1)
-        distilled = F.cross_entropy(logits, probabilities, reduction="none") * is_counted
-        objective = (1 - options.distill_weight) * nats + options.distill_weight * distilled
-    if options.z_loss > 0:
+    if z_loss > 0:
         log_z = logits.logsumexp(dim=-1) * is_counted
-        objective = objective + options.z_loss * log_z.square()
+        objective = objective + z_loss * log_z.square()
 
     target_logits = logits.gather(-1, targets.clamp(min=0)[:, None])
     is_correct = (target_logits == logits.amax(dim=-1, keepdim=True))[:, 0] & is_counted
@@ -91,10 +77,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         softcap: float | None,
-        options: LossOptions,
-        teacher_hidden: Tensor | None,
-        teacher_weight: Tensor | None,
-        teacher_softcap: float | None,
+        z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         assert len(hidden) == len(targets), (hidden.shape, targets.shape)
         # The weight in the dtype of matrix products, padded with rows of zeros on a GPU.
@@ -117,15 +100,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         scores = []
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            teacher_logits = None
-            if teacher_hidden is not None:
-                teacher_logits = head(teacher_hidden[rows], teacher_weight, teacher_softcap)
             chunk = hidden[rows].detach().requires_grad_(needs_grad)
             with torch.enable_grad():
-                logits = head(chunk, weight, softcap)[:, :vocab_size]
-                objective, chunk_scores = cross_entropy(
-                    logits, targets[rows], options, teacher_logits
-                )
+                logits = fp32(F.linear(chunk, weight))[:, :vocab_size]
+                logits = apply_softcap(logits, softcap)
+                objective, chunk_scores = cross_entropy(logits, targets[rows], z_loss)
             objective_sum = objective_sum + objective.detach()
             scores.append(chunk_scores)
             if needs_grad:
@@ -145,47 +124,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad * grad_hidden, grad * grad_weight, *no_gradients
 
 
-def head(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """hidden (N, D), weight (V, D) -> logits (N, V) in fp32"""
-    return apply_softcap(fp32(F.linear(hidden, weight)), softcap)
-
-
-class TeacherHead(NamedTuple):
-    """The inputs of a teacher's head, from which its logits are computed."""
-
-    hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D)
-    softcap: float | None
-
-
 class HeadLoss(nn.Module):
     """ChunkedCrossEntropy as a module, so that it can be compiled separately from the blocks."""
 
     def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        softcap: float | None,
-        options: LossOptions,
-        teacher: TeacherHead | None = None,
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float
     ) -> tuple[Tensor, Tensor]:
         """hidden (N, D), weight (V, D), targets (N,) -> the objective (), TARGET_METRICS (3, N)"""
-        # An autograd function takes arguments by position, and tracks no tensors inside a tuple.
-        teacher_arguments = (None, None, None) if teacher is None else tuple(teacher)
-        return ChunkedCrossEntropy.apply(
-            hidden, weight, targets, softcap, options, *teacher_arguments
-        )
+        return ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss)
 
 
 class LanguageModelLoss(nn.Module):
     """inputs, targets (B, T) -> the objective (), and metrics (B T,) by name.
 
-    Training minimizes the objective, summed over targets: the cross-entropy with the targets, mixed
-    with the cross-entropy with the teacher's probabilities, plus the z-loss and the model's
-    weighted auxiliary losses. The metrics have one number per target and no gradient:
-    TARGET_METRICS, and the auxiliary losses by name. They exclude the z-loss and the teacher, so
-    that runs with and without these are comparable.
+    Training minimizes the objective, summed over targets: the cross-entropy, plus the z-loss and the
+    model's weighted auxiliary losses. The metrics have one number per target and no gradient:
+    TARGET_METRICS, and the auxiliary losses by name. They exclude the z-loss, so that runs with and
+    without it are comparable.
 
     With positions (N,), indices into inputs.flatten(), the N targets and metrics belong only to
     these tokens, such as the questions of a task, and the head computes no other logits.
@@ -195,19 +150,10 @@ class LanguageModelLoss(nn.Module):
     If `bos` is a token id, it begins a document, and no token attends to another document.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        *,
-        z_loss: float,
-        bos: int | None,
-        distillation: Distillation | None = None,
-    ):
+    def __init__(self, model: Transformer, *, z_loss: float, bos: int | None):
         super().__init__()
         self.model = model
-        self.distillation = distillation
-        distill_weight = 0.0 if distillation is None else distillation.weight
-        self.options = LossOptions(z_loss, distill_weight)
+        self.z_loss = z_loss
         self.bos = bos
         self.head_loss = HeadLoss()
 
@@ -222,24 +168,8 @@ class LanguageModelLoss(nn.Module):
         targets = targets.flatten()
         selected = slice(None) if positions is None else positions
 
-        # Without gradients, nothing is learned from the teacher, so it is not run.
-        teacher = None
-        if self.distillation is not None and torch.is_grad_enabled():
-            teacher_model = self.distillation.teacher
-            with torch.no_grad():
-                teacher_hidden, _ = teacher_model.hidden_states(inputs, documents=documents)
-            teacher = TeacherHead(
-                teacher_hidden.flatten(0, 1)[selected],
-                teacher_model.unembedding,
-                teacher_model.softcap,
-            )
         objective, scores = self.head_loss(
-            hidden.flatten(0, 1)[selected],
-            model.unembedding,
-            targets,
-            model.softcap,
-            self.options,
-            teacher,
+            hidden.flatten(0, 1)[selected], model.unembedding, targets, model.softcap, self.z_loss
         )
         metrics = dict(zip(TARGET_METRICS, scores, strict=True))
 

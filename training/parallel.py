@@ -12,7 +12,6 @@ from model.init import initial_values
 from run import compilation
 from run.distributed import DistEnv, shard_like
 from run.settings import Settings
-from training.distillation import load_distillation
 from training.loss import LanguageModelLoss
 
 # DDP sends gradients in buckets of this size. On a GPU, torch.compile splits the step into about
@@ -45,12 +44,7 @@ def build_parallel(
     with torch.no_grad():
         for parameter, value in initial_values(model, settings.seed):
             parameter.copy_(shard_like(value, parameter))
-    loss_module = LanguageModelLoss(
-        model,
-        z_loss=settings.z_loss,
-        bos=bos,
-        distillation=load_distillation(settings, ranks.device, precision),
-    )
+    loss_module = LanguageModelLoss(model, z_loss=settings.z_loss, bos=bos)
     parallel = loss_module
     if ranks.world_size > 1 and not settings.sharded:
         parallel = DistributedDataParallel(
@@ -103,10 +97,9 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
 def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
     """Let torch.compile compile the training step when it first runs."""
     # FSDP gathers weights before each block, so blocks and loss are compiled separately. On a CPU,
-    # separate compilation takes a third less time, because most blocks share their code. With
-    # distillation, however, the blocks of the teacher would not be compiled.
+    # separate compilation takes a third less time, because most blocks share their code.
     modules = [loss_module]
-    if settings.sharded or (ranks.device.type == "cpu" and settings.distill is None):
+    if settings.sharded or ranks.device.type == "cpu":
         modules = [*loss_module.model.blocks, loss_module.head_loss]
     compilation.prepare_to_compile()
     configure_compiler()

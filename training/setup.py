@@ -16,14 +16,14 @@ from data.loader import Loader
 from data.prepare import prepare
 from data.tokenizer import tokenizer_file
 from run import checkpoint, compilation, errors, folder, hardware, threads
-from run.compose import compose
+from run.compose import compose, size_words
 from run.instantiate import instantiate
 from run.paths import cache_folder
 from run.progress import say
 from run.settings import Settings
+from training.adoption import adopt_weights
 from training.budget import TimeBudget, planned_steps
 from training.checkpointer import Checkpointer, read_saved_run
-from training.distillation import check_teacher
 from training.environment import Environment
 from training.evaluation import Evaluator
 from training.logger import Logger
@@ -31,8 +31,6 @@ from training.memory import choose_micro_batch
 from training.meter import Meter
 from training.steps import Progress
 from training.trainer import Trainer
-
-PRETRAINED = ("model", "attention", "ffn", "norm", "data.tokenizer")  # refused with init_from
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,6 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     elif settings.init_from is not None:
         settings, pretrained = adopt_pretrained(settings, overrides)
         start = Start(pretrained=pretrained)
-    if settings.distill is not None:  # a resumed run keeps the teacher's checkpoint
-        teacher = checkpoint.find_model(settings.distill)
-        settings = settings.model_copy(update={"distill": str(teacher)})
     device = hardware.pick_device(settings.device)
     # Only their errors matter here.
     hardware.pick_precision(settings.precision, device)
@@ -99,29 +94,40 @@ def check_buildable(settings: Settings) -> Settings:
 def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path]:
     """Return settings with the model of `init_from`, and its checkpoint, which has the tokenizer.
 
-    Context and name are taken from `init_from`, unless overridden. Raises ValueError for overrides
-    of the model.
+    With attention=NAME, the model has the attention that the overrides describe. Context and name
+    are taken from `init_from`, unless overridden. Raises ValueError for overrides that would change
+    another part of the model.
     """
     source = settings.init_from
-    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
-    refused = [word for word in overrides if word.lstrip("+~").startswith(PRETRAINED)]
-    if refused:
-        raise ValueError(
-            f"the architecture of init_from cannot be changed ({' '.join(refused)}). fix: leave "
-            f"these out; to change the attention: python -m tools.convert {source} "
-            "attention=NAME --out Y, then init_from=Y"
-        )
+    choices = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
+    keys = choices.keys()
     pretrained = checkpoint.find_model(source)
     model = checkpoint.load_model_config(pretrained)
+    if "attention" in keys:
+        attention = {"attention": compose([*size_words(model), *overrides]).model["attention"]}
+        model = model | attention
+        settings = settings.model_copy(update={"model": settings.model | attention})
+    # Other overrides may only repeat what the model has; an experiment's model is not used.
+    words = [word for word in overrides if not word.startswith("experiment=")]
+    saved = folder.by_name({"model": model, "data.tokenizer": None})
+    tokenizer = settings.data.get("tokenizer")
+    typed = folder.by_name({"model": settings.model, "data.tokenizer": tokenizer})
+    changes = folder.changes_of(folder.keys_set_by(words, saved | typed), saved, typed)
+    if changes:
+        raise ValueError(
+            f"init_from={source} keeps its model and tokenizer ({', '.join(changes.values())}). "
+            "fix: leave this out; to change the attention: attention=NAME attention.KEY=VALUE"
+        )
     # The model keeps its shape, but it may be trained on shorter or longer sequences.
     context = settings.context if "context" in keys else model["context"]
     changes = {"context": context, "model": model | {"context": context}}
     if "context" in settings.data:  # a task's rows have this length
         changes["data"] = settings.data | {"context": context}
-    # The run is named after its data and the pretrained model.
+    # The run is named after its data, the pretrained model, and the attention if it is new.
     if "name" not in keys:
         data = settings.name.partition("-")[0]
-        changes["name"] = re.sub(r"[^\w.-]", "-", f"{data}-{Path(source).resolve().name}")
+        names = [data, Path(source).resolve().name, choices.get("attention")]
+        changes["name"] = re.sub(r"[^\w.-]", "-", "-".join(filter(None, names)))
     is_default = "optimizer.lr" not in keys and "reference" in settings.optimizer
     if is_default and settings.optimizer["reference"] is None:
         say(
@@ -187,8 +193,6 @@ def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loade
                 f"{settings.model['vocab_size']}, data.vocab_size={vocab_size}). "
                 f"fix: data.vocab_size={settings.model['vocab_size']}"
             )
-    if settings.distill is not None:
-        check_teacher(settings, corpus)
     batch_size = settings.batch_tokens // settings.context
     return settings, corpus, corpus.loader(settings.context, batch_size, settings.seed)
 
@@ -267,8 +271,7 @@ def build_run(env: Environment, start: Start = Start()) -> Run:
         checkpointer.restore(saved, progress)
     else:
         if start.pretrained is not None:
-            checkpoint.load_weights(trainer.model, start.pretrained)
-            say(f"starting from the weights of {start.pretrained}")
+            adopt_weights(trainer.model, start.pretrained)
         log.open()
     return Run(
         env, progress, trainer, micro_batch_size, meter, budget, log, evaluator, checkpointer

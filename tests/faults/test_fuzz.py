@@ -25,7 +25,6 @@ from tests.faults.harness import source
 from tests.tools.families import write_tokenizer
 from tools import export_hf, import_hf
 from tools.formats import special_tokens
-from tools.formats.converted_model import convert_config
 from tools.formats.hf_config import to_hf_config
 from training import setup
 
@@ -227,7 +226,6 @@ def take_checkpoint(path: Path) -> None:
     generate_text(model, tokenizer, "Ann é", max_new_tokens=4)
     tree = checkpoint.load_config(path)["model"]
     to_hf_config(tree)
-    convert_config(tree, ["attention.kv_heads=1"])
 
 
 def is_told(take: Callable, folder: Path) -> bool:

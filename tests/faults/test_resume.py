@@ -315,17 +315,11 @@ def test_the_rates_of_a_run_without_a_reference_can_be_changed():
     assert folder.resume_settings(["init_from=first"], saved, Path("run"))[1] == []
 
 
-def test_a_text_that_was_moved_and_a_teacher_that_was_trained_on_can_be_given(tmp_path):
+def test_a_text_that_was_moved_can_be_given():
     saved = settings_of(*BEGAN, "data=text", "data.path=here.txt").model_dump()
-    teacher = tmp_path / "checkpoints" / "step-00000001"
-    teacher.mkdir(parents=True)
-    saved |= {"distill": str(teacher)}
-    typed = ["data=text", "data.path=there.txt", f"distill={tmp_path}"]
+    typed = ["data=text", "data.path=there.txt"]
     settings, told = folder.resume_settings(typed, saved, Path("run"))
     assert settings.data["path"] == "there.txt" and len(told) == 1
-    teacher.rmdir()  # the teacher's run keeps only its newest checkpoints
-    settings, told = folder.resume_settings(typed, saved, Path("run"))
-    assert settings.distill == str(tmp_path) and len(told) == 2
 
 
 def test_a_refused_change_leaves_the_run_as_it_is(job, capfd):

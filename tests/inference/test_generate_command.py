@@ -244,10 +244,8 @@ def test_a_tilde_is_expanded_after_an_equals_sign(command, drawn_run, monkeypatc
     command("generate.py", *words).succeeded()
     command("tools/export_hf.py", "--run=~/runs/drawn", "--out=~/exported").succeeded()
     command("tools/import_hf.py", "~/exported", "--out=~/imported").succeeded()
-    words = ("~/imported", "attention=mqa", "--out=~/converted")
-    command("tools/convert.py", *words).succeeded()
     command("tools/attention_map.py", "Ann", "--run=~/runs/drawn", "--out=~/map.svg").succeeded()
-    names = {"converted", "exported", "imported", "map.svg", "prompts", "runs"}
+    names = {"exported", "imported", "map.svg", "prompts", "runs"}
     # Libraries may write hidden files, such as Matplotlib's list of fonts.
     found = {path.name for path in home.iterdir() if not path.name.startswith(".")}
     assert found == names and not Path("~").exists()

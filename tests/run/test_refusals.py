@@ -69,9 +69,7 @@ REFUSED = {
     "name=a/b": 2,
     "name=None": 2,
     "run_dir=None": 2,
-    "distill_weight=2": 2,
     # Combinations.
-    "distill_weight=0.9": 2,
     "batch_tokens=1000": 2,
     "batch_tokens=5120 micro_batch=8": 2,
     "max_minutes=null max_epochs=null": (2, "never end"),
@@ -193,7 +191,6 @@ SUGGESTIONS = {
     "wnadb": "wandb",
     "rundir": "run_dir",
     "initfrom": "init_from",
-    "distil": "distill",
     "resmue": "resume",
     "model.dept": "model.depth",
     "model.hiden": "model.hidden",
@@ -279,17 +276,17 @@ NAMES = (
 
 @pytest.mark.parametrize("value", NAMES)
 def test_a_path_is_used_as_typed(value):
-    keys = ("run_dir", "init_from", "distill", "data.path", "data.tokenizer")
+    keys = ("run_dir", "init_from", "data.path", "data.tokenizer")
     settings = compose(["name=007", "data=text", *(f"{key}={value}" for key in keys)])
-    assert (settings.run_dir, settings.init_from, settings.distill) == (value, value, value)
+    assert settings.run_dir == settings.init_from == value
     assert settings.data["path"] == settings.data["tokenizer"] == value
     assert settings.name == "007"
 
 
 def test_a_path_can_be_null_or_quoted():
-    words = ["run_dir=null", 'init_from="a, b"', "distill='c'", "+data.tokenizer=null"]
+    words = ["run_dir=null", 'init_from="a, b"', "+data.tokenizer=null"]
     settings = compose(["name=test", "data=text", *words])
-    assert (settings.run_dir, settings.init_from, settings.distill) == (None, "a, b", "c")
+    assert (settings.run_dir, settings.init_from) == (None, "a, b")
     assert settings.data["tokenizer"] is None
 
 
@@ -352,7 +349,6 @@ TRAINING = {
     "too little text": ([*TEXT, "data.vocab_size=400", "batch_tokens=65536"], 2, "need 65"),
     "a vocabulary too small": ([*TEXT, "data.vocab_size=260"], 2, " or more"),
     "no holdout": ([*TEXT, "data.holdout=0"], 2, "holdout"),
-    "a model together with init_from": (["init_from=absent"], 2, "(model=tiny)"),
     "an unreachable dataset": (["data=tinystories"], 2, "roneneldan/TinyStories"),
 }
 

@@ -49,8 +49,6 @@ MISPLACED = {
     "attention_map Ann": "--out",
     "import_hf there": "--out",
     "import_hf runs/drawn --out mine": "runs/drawn",
-    "convert --run runs/drawn attention=mqa --out mine": "--run",
-    "convert runs/drawn mqa --out mine": "mqa",
     "cost --attention gqa,mha": "--attention",
     "cost attention=gqa,mhaa": "attention=mha",
     "bench train --attention mha": "--attention",

@@ -210,11 +210,7 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
     run = str(drawn_run)
     command("tools/export_hf.py", "--run", run, "--out", "there").succeeded()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for words in (
-        ("tools/export_hf.py", "--run", run),
-        ("tools/import_hf.py", "there"),
-        ("tools/convert.py", run, "attention.kv_heads=1"),
-    ):
+    for words in (("tools/export_hf.py", "--run", run), ("tools/import_hf.py", "there")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
         try:
             result = command(*words, "--out", "full")

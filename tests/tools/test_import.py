@@ -199,9 +199,7 @@ def test_other_commands_refuse_a_hugging_face_folder(command, there, story):
     for words in (
         ("generate.py", "Ann", "--run", str(there)),
         ("tools/export_hf.py", "--run", str(there), "--out", "x"),
-        ("tools/convert.py", str(there), "attention=mqa", "--out", "x"),
         ("train.py", *TINY[1:], *text, f"init_from={there}"),
-        ("train.py", *TINY, *text, f"distill={there}"),
     ):
         result = command(*words)
         assert result.code == 2 and result.err.count("\n") == 1, result.err

@@ -15,7 +15,7 @@ from tests.training.test_optimizers import Operations
 from train import take_step
 from training import loss
 from training.evaluation import evaluate
-from training.loss import HeadLoss, LanguageModelLoss, LossOptions, TeacherHead
+from training.loss import HeadLoss, LanguageModelLoss
 from training.parallel import configure_compiler
 
 
@@ -55,7 +55,7 @@ def test_a_restart_loads_the_compiled_loss_from_the_cache():
     for z_loss in (0.0, 0.3, 0.0, 0.3):
         torch.compiler.reset()  # simulate a new process, which has only the cache files
         counters.clear()
-        arguments = (hidden, weight, targets, 2.5, LossOptions(z_loss=z_loss))
+        arguments = (hidden, weight, targets, 2.5, z_loss)
         head_loss = HeadLoss()
         expected = torch.autograd.grad(head_loss(*arguments)[0], (hidden, weight))
         head_loss.compile(dynamic=False, fullgraph=True)
@@ -67,22 +67,15 @@ def test_a_restart_loads_the_compiled_loss_from_the_cache():
 
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
 @pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (2.5, 0.3)])
-@pytest.mark.parametrize("share", [None, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("max_logits", [1, 31 * 5, 2**20])  # one row at a time, five rows, all rows
 def test_loss_and_gradients_match_a_computation_from_all_logits(
-    monkeypatch, vocab_multiple, softcap, z_loss, share, max_logits
+    monkeypatch, vocab_multiple, softcap, z_loss, max_logits
 ):
-    """This includes z-loss, a teacher and a soft-cap."""
+    """This includes z-loss and a soft-cap."""
     monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", vocab_multiple)
     hidden, weight, targets = example(torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    theirs, their_weight = (
-        torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 31)
-    )
-    teacher = None if share is None else TeacherHead(theirs, their_weight, 1.5)
-    share = share or 0.0
-    ours, scores = HeadLoss()(hidden, weight, targets, softcap, LossOptions(z_loss, share), teacher)
+    ours, scores = HeadLoss()(hidden, weight, targets, softcap, z_loss)
     grads = torch.autograd.grad(3 * ours, (hidden, weight))
 
     logits = hidden @ weight.T
@@ -90,13 +83,9 @@ def test_loss_and_gradients_match_a_computation_from_all_logits(
     is_counted = targets != IGNORE_INDEX
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     squares = logits.logsumexp(-1)[is_counted].square().sum()
-    expected = 1.5 * torch.tanh(theirs @ their_weight.T / 1.5)
-    # The cross-entropy with the teacher is the divergence from it plus a constant.
-    probabilities = expected.softmax(-1)[is_counted]
-    distilled = -(probabilities * logits.log_softmax(-1)[is_counted]).sum()
-    total = (1 - share) * nats + share * distilled + z_loss * squares
+    total = nats + z_loss * squares
     close(ours, total)
-    close(scores[0].sum(), nats)  # the reported loss includes neither
+    close(scores[0].sum(), nats)  # the reported loss excludes the z-loss
     close(grads, torch.autograd.grad(3 * total, (hidden, weight)))
 
 
@@ -107,7 +96,7 @@ def test_scores_contain_the_nats_and_accuracy_of_each_target(monkeypatch, max_lo
     logits = hidden @ weight.T
     targets[::3] = logits[::3].argmax(dim=-1)
     targets[1] = IGNORE_INDEX
-    _, scores = HeadLoss()(hidden, weight, targets, 2.5, LossOptions(z_loss=0.3))
+    _, scores = HeadLoss()(hidden, weight, targets, 2.5, 0.3)
     capped = 2.5 * torch.tanh(logits / 2.5)
     is_counted = targets != IGNORE_INDEX
     close(scores[0], F.cross_entropy(capped, targets, ignore_index=IGNORE_INDEX, reduction="none"))
@@ -177,7 +166,7 @@ def test_a_step_averages_gradients_over_the_targets_of_its_batch(run_of):
 def test_matrix_products_use_the_padded_vocabulary(monkeypatch):
     monkeypatch.setitem(loss.VOCAB_MULTIPLE, "cpu", 16)
     with FlopCounterMode(display=False) as products:
-        HeadLoss()(*example(torch.float64), None, LossOptions())
+        HeadLoss()(*example(torch.float64), None, 0.0)
     assert products.get_total_flops() == 3 * 2 * 23 * 9 * 32
 
 
@@ -190,7 +179,7 @@ def test_the_loss_takes_a_third_of_the_flops_without_gradients(monkeypatch, max_
     for needs_gradient in (True, False):
         hidden.requires_grad_(needs_gradient)
         with FlopCounterMode(display=False) as products:
-            losses.append(HeadLoss()(hidden, weight, targets, 2.5, LossOptions(z_loss=0.3))[0])
+            losses.append(HeadLoss()(hidden, weight, targets, 2.5, 0.3)[0])
         flops.append(products.get_total_flops())
     assert torch.equal(*losses)
     assert flops[0] == 3 * flops[1] > 0
@@ -219,7 +208,7 @@ def test_evaluation_synchronizes_equally_often_for_any_number_of_batches(run_of)
 
 def test_the_loss_of_huge_logits_is_finite():
     hidden, weight, targets = example(torch.float32)
-    objective, _ = HeadLoss()(hidden * 1e4, weight, targets, None, LossOptions())
+    objective, _ = HeadLoss()(hidden * 1e4, weight, targets, None, 0.0)
     assert objective.isfinite()
     for grad in torch.autograd.grad(objective, (hidden, weight)):
         assert grad.isfinite().all()

@@ -253,11 +253,10 @@ def test_a_run_does_not_depend_on_the_run_it_started_from(command, trained, fold
 def test_a_run_is_found_by_its_name(command, trained):
     words = (*TINY[1:], *SHORT, *TEXT[:2], "optimizer.lr=0.001", "name=begun")
     name = trained.name
-    command("train.py", *words, f"init_from={name}", f"distill={name}").succeeded()
+    command("train.py", *words, f"init_from={name}").succeeded()
     for tool in ("tools/evaluate.py", "tools/export_hf.py"):
         more = ("--slices",) if "evaluate" in tool else ("--out", "exported")
         command(tool, "--run", name, *more).succeeded()
-    command("tools/convert.py", name, "attention=mqa", "--out", "converted").succeeded()
     command("tools/compare/__main__.py", "--report", name, "--quick").succeeded()
     # A folder with that name takes precedence.
     shutil.copytree("runs/begun", name)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.build import build_model
 from run import compilation
 from run.distributed import DistEnv
 from tests.conftest import VARIANTS, close, learn_by_heart, weights
@@ -19,9 +18,7 @@ from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
 from train import report, take_step
 from training import evaluation
-from training.distillation import Distillation
 from training.evaluation import count_eval_tokens
-from training.loss import LanguageModelLoss
 from training.parallel import configure_compiler
 from training.schedules import cosine, wsd
 from training.setup import describe_end, summary
@@ -390,18 +387,6 @@ def test_only_one_rank_samples_unless_the_model_is_sharded(run_of, monkeypatch):
     run.env.signals.received = 75
     monkeypatch.setattr(run.env.signals, "agree", None)
     assert len(run.evaluator.generate(seed=0).split()) <= evaluation.SIGNAL_INTERVAL
-
-
-def test_a_teacher_computes_no_gradients(run_of):
-    run = run_of("attention=dsa")
-    model = run.trainer.model
-    teacher = build_model(run.env.settings.model)
-    enabled = []
-    teacher.blocks[0].register_forward_pre_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    loss = LanguageModelLoss(model, z_loss=0.0, bos=None, distillation=Distillation(teacher, 0.5))
-    loss(tokens, tokens)
-    assert enabled == [False]
 
 
 @pytest.mark.parametrize(
