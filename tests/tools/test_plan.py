@@ -8,7 +8,7 @@ import pytest
 
 from run.compose import compose
 from run.settings import flatten
-from tests.conftest import VARIANTS, settings_of
+from tests.conftest import VARIANTS, saved, settings_of, tree_of
 from tools.compare import plan
 from tools.compare.jobs import Job
 from tools.compare.plan import match_hidden, plan_variants, train_variants
@@ -167,3 +167,11 @@ def test_a_variant_whose_search_failed_is_not_trained(monkeypatch):
 def test_the_seed_of_the_search_cannot_be_used_for_runs():
     with pytest.raises(ValueError, match="fix: seed=0"):
         plan_variants(["seed=0,1000"], "none", Path("out"), has_search=True)
+
+
+def test_variants_of_a_pretrained_model_keep_its_width(tmp_path, tokenizer):
+    saved(tmp_path / "old", tree_of("gqa"), tokenizer)
+    words = [f"init_from={tmp_path / 'old'}", "attention=mha,mla", "optimizer.lr=0.001"]
+    with pytest.raises(ValueError, match=r"mla cannot match .*fix: --match none"):
+        plan_variants(words, "params", Path("out"), has_search=False)
+    assert len(plan_variants(words, "none", Path("out"), has_search=False)) == 2

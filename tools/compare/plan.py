@@ -179,19 +179,16 @@ def train_after(earlier: list[Job], jobs: list[Job]) -> list[Job]:
 
 
 def match_sizes(variants: Variants, starts: dict[str, tuple[Settings, Start]], match: str) -> None:
-    """Set each variant's model.hidden to match the size of the first variant of its model.dim.
-
-    A variant that starts from the weights of a model keeps their size.
-    """
+    """Set each variant's model.hidden to match the size of the first variant of its model.dim."""
     size = SIZES[match]
     targets = {}
     for name, (settings, start) in starts.items():
         model = settings.model
         target = targets.setdefault(model["dim"], size(build_model(model, "meta")))
         hidden = match_hidden(model, size, target)
-        if start.pretrained is not None or hidden == model["hidden"]:
+        if hidden == model["hidden"]:
             continue
-        if hidden is None:
+        if hidden is None or start.pretrained is not None:  # a trained model keeps its width
             raise ValueError(f"{name} cannot match the baseline's size. fix: --match none")
         change = f"model.hidden={hidden} instead of {model['hidden']}"
         print(f"{name}: {change}, for equal {match}", file=sys.stderr)
