@@ -32,7 +32,9 @@ def adopt_weights(model: nn.Module, path: Path) -> None:
     stored = source.state_dict()  # without values
     weights = model.state_dict()
     copied = set()
-    for name in weights.keys() & stored.keys():
+    for name in stored:
+        if name not in weights:
+            continue
         # Reopen the file for each tensor, so that memory holds little more than the model.
         with safe_open(path / "model.safetensors", "pt") as file:
             weight = file.get_tensor(name)
