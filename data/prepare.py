@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from filelock import FileLock
@@ -24,13 +23,13 @@ from run.progress import say
 from run.ranges import PositiveInt
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
-VERSION = 3
+VERSION = 4
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 CHARS_PER_BATCH = 4 * PART_CHARS  # a batch also ends at this number of characters
 MAX_TOKENIZER_CHARS = 50_000_000  # maximum amount of training text for training a tokenizer
-# Maximum number of held-out UTF-8 bytes. Only the first document is cut to fit this limit.
+# Maximum number of held-out UTF-8 bytes. A part has fewer: a character has up to 4 bytes.
 MAX_VALIDATION_BYTES = 2_000_000
 
 
@@ -56,10 +55,6 @@ class Source:
         # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
-    def note(self) -> str | None:
-        """Return a line about the files read and skipped; None if there is nothing to report."""
-        return None
-
     def parts(self) -> Iterator[Part]:
         """Yield the documents, long ones in parts, in a fixed order."""
         return iter(())
@@ -73,14 +68,10 @@ def text_hash(text: str) -> str:
 def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open a source's corpus; build it in `cache_dir` first if it is missing.
 
-    If `cache_dir` is not writable, the corpus is built in a different cache. If several processes
-    call this at once, one builds the corpus and the others wait. Raises ValueError for unusable
-    text, and IntegrityError for a corpus that was changed on disk.
+    If several processes call this at once, one builds the corpus and the others wait. Raises
+    ValueError for unusable text, and IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
-    note = source.note()
-    if note is not None:
-        say(note)
     if corpus is not None:
         return corpus
 
@@ -130,60 +121,35 @@ def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> Non
     # lock, which is only a file that exists.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
     try:
-        has_lock = acquire(lock)
-        if has_lock:
+        if acquire(lock):
             # Unfinished folders are from killed processes: a running process would hold the lock.
             remove_leftovers(folder.parent)
-            # Another process may have built it while this one was waiting.
-            if not folder.exists():
-                build_corpus(source, tokenizer, folder)
-        else:
-            build_unlocked(source, tokenizer, folder)
+        # Another process may have built it while this one was waiting.
+        if not folder.exists():
+            build_corpus(source, tokenizer, folder)
     finally:
         lock.release()
-
-
-def build_unlocked(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus in a private folder; move it into place unless `folder` exists by then."""
-    with TemporaryDirectory(prefix=".unlocked-", dir=folder.parent) as own:
-        built = Path(own) / folder.name
-        build_corpus(source, tokenizer, built)
-        try:
-            built.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
 
 
 def build_corpus(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write the shards and the tokenizer to `folder`; train a tokenizer if `tokenizer` is None."""
     with atomic_directory(folder) as staging:
         if tokenizer is None:
-            tokenizer = Tokenizer.train(tokenizer_corpus(source), source.vocab_size)
+            tokenizer = Tokenizer.train(tokenizer_texts(source), source.vocab_size)
         for name, content in tokenizer.files.items():
             (staging / name).write_bytes(content)
         write_shards(source, tokenizer, staging)
 
 
-def tokenizer_corpus(source: Source) -> Iterator[str]:
-    """Yield training documents until they add up to MAX_TOKENIZER_CHARS characters.
-
-    The last document is cut at that limit, between two parts.
-    """
-    size = 0
-    texts = []  # parts of the current document
+def tokenizer_texts(source: Source) -> Iterator[str]:
+    """Yield parts of training documents until they have MAX_TOKENIZER_CHARS characters."""
+    num_chars = 0
     for part in source.parts():
-        if size >= MAX_TOKENIZER_CHARS:
-            break
+        if num_chars >= MAX_TOKENIZER_CHARS:
+            return
         if not part.is_held_out:
-            size += len(part.text)
-            texts.append(part.text)
-        if texts and part.is_last:
-            text = "".join(texts)
-            texts = []
-            yield text
-    if texts:
-        yield "".join(texts)
+            num_chars += len(part.text)
+            yield part.text
 
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -195,92 +161,64 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     dtype = dtype_of(tokenizer)
     train_tokens = 0
     held_out_bytes = 0
-    changes = []  # differences in held-out documents that the tokenizer does not reproduce
-    held_out_documents = 0
-    end = 0  # file offset of the end of the last held-out document that is kept
-    is_first = True  # whether the part begins a document
+    change = None  # an example of a text that the tokenizer does not reproduce
     with (
         (folder / TRAIN_SHARD).open("wb") as train,
         (folder / VALIDATION_SHARD).open("wb") as validation,
     ):
         for part, tokens in tokenized(source, tokenizer):
             raw = np.array(tokens, dtype).tobytes()
+            if not part.is_first:
+                change = change or change_at_cut(tokenizer)
             if part.is_held_out:
-                # The first part that does not fit ends the split. Its document is left out unless
-                # it is the first document.
+                # The first part that does not fit ends the split.
                 held_out_bytes += len(part.text.encode())
                 if held_out_bytes <= MAX_VALIDATION_BYTES:
                     validation.write(raw)
-                    if part.is_last or held_out_documents == 0:
-                        end = validation.tell()
-                    # A part inside a document may decode without its first space.
-                    if is_first and part.is_last:
-                        change = tokenizer.change(part.text, tokens)
-                        if change is not None:
-                            changes.append(change)
-                held_out_documents += part.is_last
+                    change = change or tokenizer.change(part.text, tokens)
             else:
                 train.write(raw)
                 train_tokens += len(tokens)
                 has_enough = source.tokens is not None and train_tokens >= source.tokens
                 if has_enough and part.is_last:
                     break
-            is_first = part.is_last
-        validation.truncate(end)
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
             f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
             "bytes). fix: add documents, or lower data.holdout"
         )
-    if changes:
+    if change is not None:
         say(
-            f"warning: the tokenizer does not reproduce {len(changes)} of the held-out documents "
-            f"({changes[0]}); val_bpb counts the bytes of the decoded text. fix: choose a "
-            "different data.tokenizer"
+            f"warning: the tokenizer does not reproduce the text ({change}); val_bpb counts the "
+            "bytes of the decoded text. fix: choose a different data.tokenizer"
         )
 
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each document part with the tokens that it has when the whole document is encoded."""
+    """Yield each part with its tokens, with BOS and EOS only where a document begins and ends."""
     # Each batch is tokenized on all cores; the whole text is never in memory.
-    for batch in batches(cut_at_tokens(source.parts(), tokenizer)):
-        encoded = tokenizer.encode_documents([before + part.text for part, before in batch])
-        for (part, before), tokens in zip(batch, encoded, strict=True):
-            if before:
-                tokens = without_start(tokens, part.text, before, tokenizer)
+    for batch in batches(source.parts()):
+        encoded = tokenizer.encode_documents([part.text for part in batch])
+        for part, tokens in zip(batch, encoded, strict=True):
+            if not part.is_first:
+                tokens = tokens[1:]
             if not part.is_last:
                 tokens = tokens[: len(tokens) - len(tokenizer.document_ends)]
             yield part, tokens
 
 
-def cut_at_tokens(parts: Iterable[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, str]]:
-    """Split documents of more than PART_CHARS characters at token boundaries.
-
-    Yields each part with the character before it, which is empty for a document's first part.
-    """
-    rest = ""  # text of the document not yet yielded
-    before = ""
-    for part in parts:
-        text = rest + part.text
-        while len(text) > PART_CHARS:
-            # Without a token boundary, cut at PART_CHARS, which may change a token.
-            cut = tokenizer.last_cut(text[:PART_CHARS]) or PART_CHARS
-            yield part._replace(text=text[:cut], is_last=False), before
-            before = text[cut - 1]
-            text = text[cut:]
-        if part.is_last:
-            yield part._replace(text=text), before
-            text = ""
-            before = ""
-        rest = text
+def change_at_cut(tokenizer: Tokenizer) -> str | None:
+    """Describe what a cut between two parts adds to a text, such as a space; None if nothing."""
+    first, second = tokenizer.encode_documents(["1\n", "2"])
+    return tokenizer.change("1\n2", first[: len(first) - len(tokenizer.document_ends)] + second[1:])
 
 
-def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]]]:
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Group parts into lists that are tokenized together."""
     batch = []
     num_chars = 0
-    for part, before in parts:
-        batch.append((part, before))
+    for part in parts:
+        batch.append(part)
         num_chars += len(part.text)
         if len(batch) == DOCUMENTS_PER_BATCH or num_chars >= CHARS_PER_BATCH:
             yield batch
@@ -288,21 +226,6 @@ def batches(parts: Iterable[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]
             num_chars = 0
     if batch:
         yield batch
-
-
-def without_start(tokens: list[int], text: str, before: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of `text`, without BOS, given the `tokens` of before + text.
-
-    A tokenizer may treat the start of a text differently, for example by adding a space, so the
-    tokens of `text` alone may differ.
-    """
-    (start,) = tokenizer.encode_documents([before])
-    start = start[: len(start) - len(tokenizer.document_ends)]
-    if tokens[: len(start)] == start:
-        return tokens[len(start) :]
-    # The text was cut inside a token.
-    (tokens,) = tokenizer.encode_documents([text])
-    return tokens[1:]
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from data.corpus import Corpus
-from data.files import Paths, content_hash, describe_files, split_files
+from data.files import Paths, content_hash, split_files
 from data.prepare import Source, dtype_of, text_hash
-from data.tokenizer import IdTokenizer, Tokenizer
+from data.tokenizer import IdTokenizer, Tokenizer, tokenizer_file
 from run.ranges import AtLeastTwo, NonNegativeInt
 
 # An llm.c file begins with a header of 256 int32 values, three of which are used.
@@ -24,21 +24,21 @@ LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number, for GPT-2 a
 class Pretokenized(Source):
     """Token ids of `tokenizer`, or of an unknown tokenizer with `vocab_size` ids and BOS id `bos`.
 
-    At most `validation_tokens` tokens are held out, from the beginning of the first file that
-    split_files() holds out. If there is no such file, they are at most the last 5% of the last
-    file. Files without a header contain ids of `dtype`; null means the dtype of our own shards,
-    which is uint16 if the vocabulary fits. Raises ValueError for a damaged file or ids of a
-    different dtype.
+    At most `validation_tokens` tokens are held out, from the beginning of the files of the path
+    `validation`. Without it, they are at most the last 5% of the last file. Files without a header
+    contain ids of `dtype`; null means the dtype of our own shards, which is uint16 if the
+    vocabulary fits. Raises ValueError for a damaged file or ids of a different dtype or tokenizer.
     """
 
     path: Paths
+    validation: Paths = None
     validation_tokens: AtLeastTwo
     bos: NonNegativeInt
     dtype: Literal["uint16", "uint32"] | None = None
 
     def __post_init__(self):
-        self.files = split_files(self.path, (".bin",))
-        for file in (*self.files.train, *self.files.validation):
+        self.files, self.held_out_files = split_files(self.path, self.validation, (".bin",))
+        for file in (*self.files, *self.held_out_files):
             if file.suffix.lower() != ".bin":
                 raise ValueError(
                     f"not a .bin file of token ids ({file}). fix: for text, use data=text; if the "
@@ -56,21 +56,20 @@ class Pretokenized(Source):
                 "id of the document separator"
             )
 
-    def note(self) -> str | None:
-        return describe_files(self.path, (".bin",), self.files)
-
     def identity(self) -> str:
-        train = content_hash(self.files.train)
-        identity = f"{train} {content_hash(self.files.validation)} {self.validation_tokens}"
+        train = content_hash(self.files)
+        identity = f"{train} {content_hash(self.held_out_files)} {self.validation_tokens}"
         if self.dtype is not None:
             identity += f" {self.dtype}"
         return identity
 
     def corpus(self) -> Corpus:
         """Memory-map the files in place, without a copy in the cache."""
-        train = [self.open_bin(file) for file in self.files.train]
-        if self.files.validation:
-            validation = self.open_bin(self.files.validation[0])[: self.validation_tokens]
+        train = [self.open_bin(file) for file in self.files]
+        if self.held_out_files:
+            shards = [self.open_bin(file) for file in self.held_out_files]
+            beginnings = [shard[: self.validation_tokens] for shard in shards]
+            validation = np.concatenate(beginnings)[: self.validation_tokens]
         else:
             # Cut the end off the last file.
             count = min(self.validation_tokens, max(2, len(train[-1]) // 20))
@@ -84,7 +83,15 @@ class Pretokenized(Source):
         )
 
     def open_bin(self, file: Path) -> np.ndarray:
-        """Memory-map a file's tokens, and check its length and its ids."""
+        """Memory-map a file's tokens, and check its tokenizer, its length and its ids."""
+        # Our own shards are next to their tokenizer.
+        own = tokenizer_file(file.parent)
+        if own.exists() and own.read_bytes() != self.ids_of.files.get(own.name):
+            raise ValueError(
+                f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
+                "without init_from"
+            )
+
         # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
         header = read_header(file)
         is_llmc = header.get("magic") in LLMC_DTYPES

@@ -8,19 +8,12 @@ import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
-from data.files import (
-    TEXT_SUFFIXES,
-    Part,
-    Paths,
-    content_hash,
-    describe_files,
-    read_parts,
-    split_files,
-)
+from data.files import TEXT_SUFFIXES, Part, Paths, content_hash, cut, read_parts, split_files
 from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
+from run.progress import say
 from run.ranges import AtLeastTwo, PositiveInt
 
 # Folders of Python code that are skipped. Tests and encoding tables are not typical code, and
@@ -44,23 +37,28 @@ GENERATED = re.compile(
 )
 HEADER_LINES = 10
 COPIED_LINE = 20  # characters; shorter lines do not count as copied
+HASHED_CHARS = 100_000  # characters that identify a document; every first part has as many
 
 
 def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield held-out parts until they have more than MAX_VALIDATION_BYTES; the rest is not used."""
+    """Yield held-out parts until they have MAX_VALIDATION_BYTES; the rest is not used."""
     num_bytes = 0
     for part in parts:
         num_bytes += len(part.text.encode())
         if num_bytes > MAX_VALIDATION_BYTES:
-            # End the document here, because its other parts are not read.
-            yield Part(part.text, is_held_out=True, is_last=True)
             return
         yield part._replace(is_held_out=True)
 
 
-def is_held_out(identity: str, holdout: int) -> bool:
+def document_hash(text: str) -> int:
+    """Hash the beginning of a document. Its line ends and its outer newlines do not matter."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+    return int(text_hash(text[:HASHED_CHARS]), 16)
+
+
+def is_held_out(text: str, holdout: int) -> bool:
     """Whether a document is held out; the hashes select about one document in `holdout`."""
-    return int(text_hash(identity), 16) % holdout == 0
+    return document_hash(text) % holdout == 0
 
 
 @dataclass(kw_only=True)
@@ -158,15 +156,15 @@ def is_copy(text: str, known: set[int]) -> bool:
 class Text(Source):
     """The user's own files: `path` is a file, a glob, a folder, or a list of these.
 
-    In a folder, only files with TEXT_SUFFIXES are read. A .txt file is split into documents at
-    lines equal to `separator`; the other formats have one document per row, in `text_field`. Files
-    that split_files() holds out are used for validation. If there are none, about one document in
-    `holdout` is chosen by hash, but at least one in total. If there is only one document, its last
-    5% is held out, but at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be
-    read as text.
+    A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
+    have one document per row, in `text_field`. The files of the path `validation` are held out.
+    Without it, about one document in `holdout` is chosen by hash, but at least one in total. If
+    there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
+    ValueError for a file that cannot be read as text.
     """
 
     path: Paths
+    validation: Paths = None
     text_field: str
     separator: str
     holdout: AtLeastTwo
@@ -178,77 +176,66 @@ class Text(Source):
                 f"(data.separator={self.separator!r}). fix: "
                 f"data.separator={self.separator.strip()!r}"
             )
-        self.files = split_files(self.path, TEXT_SUFFIXES)
-
-    def note(self) -> str | None:
-        return describe_files(self.path, TEXT_SUFFIXES, self.files)
+        self.files, self.held_out_files = split_files(self.path, self.validation, TEXT_SUFFIXES)
 
     def identity(self) -> str:
-        return json.dumps(
-            [
-                content_hash(self.files.train),
-                content_hash(self.files.validation),
-                self.text_field,
-                self.separator,
-                self.holdout,
-            ]
-        )
+        files = [content_hash(self.files), content_hash(self.held_out_files)]
+        return json.dumps([*files, self.text_field, self.separator, self.holdout])
 
     def parts(self) -> Iterator[Part]:
-        # Hold out files by their names.
-        if self.files.validation:
-            yield from enough_held_out(self.read(self.files.validation))
-            yield from self.read(self.files.train)
+        if self.held_out_files:
+            yield from enough_held_out(self.read(self.held_out_files))
+            yield from self.read(self.files)
             return
 
         # Read everything once to decide which documents to hold out, then again to yield them.
-        digests = []
+        hashes = []
         num_chars = 0
         num_bytes = 0
-        document = sha256()
-        for part in self.read(self.files.train):
-            content = part.text.encode()
-            document.update(content)
+        num_inside = 0  # separators that are not on a line of their own
+        for part in self.read(self.files):
+            if part.is_first:
+                hashes.append(document_hash(part.text))
             num_chars += len(part.text)
-            num_bytes += len(content)
-            if part.is_last:
-                digests.append(int(document.hexdigest(), 16))
-                document = sha256()
-        if not digests:
+            num_bytes += len(part.text.encode())
+            num_inside += part.text.count(self.separator)
+        if not hashes:
             raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
+        if self.separator and num_inside > len(hashes):
+            say(
+                f"warning: {num_inside} of {self.separator} are ordinary text, because only whole "
+                "lines separate documents"
+            )
 
         # A single document: hold out its end.
-        if len(digests) == 1:
+        if len(hashes) == 1:
             most = num_chars * MAX_VALIDATION_BYTES // num_bytes
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
         # Hold out one document in `holdout`. If no hash qualifies, or all do, hold out the closest.
-        held_out = {digest for digest in digests if digest % self.holdout == 0}
-        if not held_out or held_out.issuperset(digests):
-            held_out = {min(digests, key=lambda digest: digest % self.holdout)}
-        number = 0
-        for part in self.read(self.files.train):
-            yield part._replace(is_held_out=digests[number] in held_out)
-            number += part.is_last
+        held_out = {number for number in hashes if number % self.holdout == 0}
+        if not held_out or held_out.issuperset(hashes):
+            held_out = {min(hashes, key=lambda number: number % self.holdout)}
+        documents = iter(hashes)
+        for part in self.read(self.files):
+            if part.is_first:
+                is_held_out = next(documents) in held_out
+            yield part._replace(is_held_out=is_held_out)
 
     def without_end(self, num_chars: int) -> Iterator[Part]:
         """Split the only document in two: the text after `num_chars` characters is held out."""
         num_left = num_chars  # characters to train on
-        for part in self.read(self.files.train):
+        for part in self.read(self.files):
             train, held_out = part.text[:num_left], part.text[num_left:]
-            if num_left > 0:
-                yield Part(train, is_last=num_left <= len(part.text))
+            if train:
+                yield part._replace(text=train, is_last=num_left <= len(part.text))
             if held_out:
-                yield Part(held_out, is_held_out=True, is_last=part.is_last)
+                yield part._replace(text=held_out, is_held_out=True, is_first=num_left > 0)
             num_left = max(0, num_left - len(part.text))
 
     def read(self, files: list[Path]) -> Iterator[Part]:
         return read_parts(files, self.text_field, self.separator)
-
-
-class NoText(ValueError):
-    """A row of a dataset has no text."""
 
 
 @dataclass(kw_only=True)
@@ -274,15 +261,22 @@ class Hub(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:
-            yield from enough_held_out(map(Part, self.texts(self.validation)))
+            texts = self.texts(self.validation)
+            yield from enough_held_out(chain.from_iterable(map(cut, texts)))
         for text in self.texts(self.train):
-            yield Part(text, self.validation is None and is_held_out(text, self.holdout))
+            held_out = self.validation is None and is_held_out(text, self.holdout)
+            for part in cut(text):
+                yield part._replace(is_held_out=held_out)
 
     def texts(self, split: str) -> Iterator[str]:
-        """Yield a split's documents: its rows, or with `starts`, all rows up to the next start."""
+        """Yield a split's documents: its rows, or with `starts`, all rows up to the next start.
+
+        Raises ValueError, in one line, if they cannot be read.
+        """
         from datasets import load_dataset
 
-        parts = []  # rows of the current document
+        lines = []  # rows of the current document
+        # The hub's client libraries raise many types of errors, with multi-line messages.
         try:
             rows = load_dataset(
                 self.repo,
@@ -294,31 +288,17 @@ class Hub(Source):
             for row in rows:
                 text = row.get(self.text_field)
                 if not isinstance(text, str):
-                    raise NoText(self.describe_row(row))
-                begins_document = self.starts is None or re.match(self.starts, text) is not None
-                if parts and begins_document:
-                    yield "".join(parts)
-                    parts = []
-                parts.append(text)
-        except NoText:
-            raise
-        # The hub's client libraries raise many types of errors, with multi-line messages.
+                    raise ValueError(
+                        f"no text in the field {self.text_field!r} of {', '.join(row)}"
+                    )
+                if lines and (self.starts is None or re.match(self.starts, text)):
+                    yield "".join(lines)
+                    lines = []
+                lines.append(text)
         except Exception as error:
-            first_line, _, _ = str(error).partition("\n")
-            reason = first_line.rstrip(".") or type(error).__name__
+            reason, _, _ = str(error).partition("\n")
             raise ValueError(
-                f"cannot read the dataset ({self.repo}: {reason}). "
-                "fix: check the network and data.repo"
+                f"cannot read the dataset ({self.repo}: {reason or type(error).__name__}). "
+                "fix: check the network, data.repo and data.text_field"
             ) from None
-        yield "".join(parts)
-
-    def describe_row(self, row: dict) -> str:
-        """Return the error for a row without text in `text_field`."""
-        if self.text_field in row:
-            problem = f"a row has no text in the field {self.text_field!r} ({self.repo})"
-            return f"{problem}. fix: choose a different data.text_field or data.repo"
-        fields = [name for name, value in row.items() if isinstance(value, str)]
-        return (
-            f"no field {self.text_field!r} ({self.repo}; fields with text: "
-            f"{', '.join(fields) or 'none'}). fix: set data.text_field"
-        )
+        yield "".join(lines)

@@ -1,16 +1,14 @@
-"""Synthetic tasks that test recall and state tracking; the seed determines the rows.
+"""A synthetic task that tests recall; the seed determines the rows.
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
 for each distance between an answer and its source. `Task.floor` is the accuracy without any lookup.
 """
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -57,7 +55,6 @@ class Task(Source):
     context: PositiveInt
     tokenizer: None = field(init=False, default=None)
     is_endless = True
-    length_name = "distance"  # used in the names of slices
 
     def __post_init__(self):
         # If a row of the largest size fits, all rows do.
@@ -195,56 +192,6 @@ class Recall(Task):
         return Row(inputs, queries, values, distances=queries - key_positions)
 
 
-@dataclass(kw_only=True)
-class Track(Task):
-    """State tracking as the word problem of the group S_n: Merrill et al., 2404.08819.
-
-    Each token is a permutation of `elements` objects, numbered lexicographically. The answer after
-    each token is the composition of all permutations so far, applied from first to last. For two
-    objects, the answer is the parity of the number of swaps.
-    """
-
-    elements: PositiveInt
-    length_name = "length"
-
-    def __post_init__(self):
-        fix = "use a smaller data.elements"
-        if self.elements <= 7:
-            fix = f"data.vocab_size={math.factorial(self.elements) + 1}, or {fix}"
-        if math.factorial(self.elements) >= self.vocab_size:
-            raise ValueError(
-                "each permutation and BOS need an id "
-                f"(data.elements={self.elements} data.vocab_size={self.vocab_size}). fix: {fix}"
-            )
-        super().__post_init__()
-
-    @property
-    def sizes(self) -> list[int]:
-        return [self.context]
-
-    def row(self, generator: np.random.Generator, size: int) -> Row:
-        permutations = permutations_of(self.elements)
-        inputs = generator.integers(len(permutations), size=size)
-        state = np.arange(self.elements)
-        states = []
-        for permutation in permutations[inputs]:
-            state = permutation[state]
-            states.append(state)
-
-        # Look up the number of each state. If permutations are read as the digits of numbers, their
-        # lexicographic order is the numeric order, which searchsorted() needs.
-        place_values = self.elements ** np.arange(self.elements)[::-1]
-        answers = np.searchsorted(permutations @ place_values, np.stack(states) @ place_values)
-        positions = np.arange(size)
-        return Row(inputs, positions, answers, distances=positions + 1)
-
-
-@lru_cache
-def permutations_of(elements: int) -> np.ndarray:
-    """All permutations (elements!, elements), in lexicographic order."""
-    return np.array(list(itertools.permutations(range(elements))))
-
-
 @dataclass
 class TaskLoader:
     """Batches of a task as a function of (seed, step), like data.loader.Loader."""
@@ -273,15 +220,12 @@ class TaskCorpus(Corpus):
     """The corpus of a task, which has a loader and an evaluation, but no token ids."""
 
     task: Task
+    length_name = "distance"
 
     @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes that answers are grouped into, one per row size."""
         return tuple(str(size) for size in self.task.sizes)
-
-    @property
-    def length_name(self) -> str:
-        return self.task.length_name
 
     @property
     def task_name(self) -> str:

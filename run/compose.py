@@ -28,7 +28,8 @@ CONFIGS = ROOT / "configs"
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule", "experiment")
 PARTS = ("attention", "ffn", "norm")  # groups whose presets become part of the model's config
 # Keys with text values that may look like numbers or contain commas, such as file names.
-TEXT_KEYS = ("name", "run_dir", "init_from", "data.path", "data.tokenizer")
+DATA_PATHS = ("data.path", "data.validation")
+TEXT_KEYS = ("name", "run_dir", "init_from", *DATA_PATHS, "data.tokenizer")
 # Names of nanoGPT and transformers that mean exactly the same as a key of ours.
 OTHER_NAMES = {
     "n_layer": "model.depth",
@@ -174,7 +175,7 @@ def parse_overrides(words: list[str]) -> list["Override"]:
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         try:
             # A comma in data.path belongs to the path, because texts cannot be compared.
-            return parser.parse_overrides([literal(word, ("data.path",)) for word in words])
+            return parser.parse_overrides([literal(word, DATA_PATHS) for word in words])
         except HydraException as error:
             raise OverrideError(composing_problem(error, words)) from None
 

@@ -22,6 +22,7 @@ RUNS = Path("runs")
 # because the run would have another model, other batches or another loss.
 RESUMABLE = (
     "data.path",
+    "data.validation",
     "steps",
     "tokens_per_parameter",
     "max_minutes",

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from data.files import TEXT_SUFFIXES, find_files, read_documents
+from data.files import find_files, read_documents
 from data.tokenizer import IdTokenizer, Tokenizer
 from model.transformer import Transformer
 from run import errors
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     kinds.add_argument(
         "--text",
         metavar="FILE",
-        help="score a file, a glob, or a folder of .txt, .jsonl, .parquet and .csv files",
+        help="score a file, a glob, or a folder of .txt, .jsonl and .parquet files",
     )
     kinds.add_argument(
         "--slices",
@@ -96,7 +96,7 @@ def evaluate_model(args: argparse.Namespace) -> dict:
     if args.slices:
         corpus = open_run_corpus(newest, settings)
         return result | evaluate_corpus(model, corpus, settings, products)
-    documents = read_documents(find_files(args.text, TEXT_SUFFIXES), "text", args.separator)
+    documents = read_documents(find_files(args.text), "text", args.separator)
     return result | evaluate_text(model, tokenizer, documents, args.batch_size, products)
 
 

@@ -157,9 +157,10 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     corpus = open_corpus(config["data"], path)
     if corpus.sha256 != config["text"]:
         raise ValueError(
-            f"the text has changed since the model was trained on it ({path}: SHA-256 was "
-            f"{config['text'][:8]}, now {corpus.sha256[:8]}). fix: restore the original text; or "
-            "python -m tools.evaluate --text FILE, which scores any text"
+            f"the text has changed since the model was trained on it, or this version reads it "
+            f"differently ({path}: SHA-256 was {config['text'][:8]}, now {corpus.sha256[:8]}). "
+            "fix: restore the text or the version; or python -m tools.evaluate --text FILE, which "
+            "scores any text"
         )
     return corpus
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from scipy.stats import chisquare
 
 from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS, bin_name
-from data.tasks import Recall, Track
+from data.tasks import Recall
 from tests.conftest import TINY
 from tests.training.test_train_command import metrics
 from training.metrics import corpus_metrics
@@ -25,10 +24,6 @@ COMMON = {"context": CONTEXT, "vocab_size": 64}
 def recall(**changed) -> Recall:
     settings = {"pairs": [3, 7, 16], "power": 0.01} | COMMON
     return Recall(**settings | changed)
-
-
-def track(**changed) -> Track:
-    return Track(**{"elements": 4} | COMMON | changed)
 
 
 def row(task, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -68,23 +63,8 @@ def test_each_recall_query_has_the_value_of_its_key_as_target(vocab_size):
     assert vocab_size > 64 or len(seen) == vocab_size - 2
 
 
-@pytest.mark.parametrize("elements", [2, 3, 4])
-def test_track_targets_are_running_products_of_permutations(elements):
-    numbered = [*permutations(range(elements))]
-    inputs, targets, distances = row(track(elements=elements), CONTEXT)
-    things = list(range(elements))
-    for position, number in enumerate(inputs):
-        # The permutation moves each element to a new position.
-        things = [numbered[number][place] for place in things]
-        assert targets[position] == numbered.index(tuple(things))
-        assert distances[position] == position + 1
-    assert {*inputs} <= {*range(len(numbered))} and len({*inputs}) > len(numbered) / 2
-    if elements == 2:
-        assert targets.tolist() == np.bitwise_xor.accumulate(inputs).tolist()
-
-
-@pytest.mark.parametrize("task", [recall(), track(), track(elements=2)])
-def test_the_floor_is_the_accuracy_of_guessing_the_most_frequent_answer(task):
+def test_the_floor_is_the_accuracy_of_guessing_the_most_frequent_answer():
+    task = recall()
     rights = {size: [] for size in task.sizes}
     for _, targets, _, _ in task.corpus().evaluation(512 * CONTEXT, CONTEXT, 64):
         for answers in targets.tolist():
@@ -92,8 +72,8 @@ def test_the_floor_is_the_accuracy_of_guessing_the_most_frequent_answer(task):
             guess = Counter(answers).most_common(1)[0][0]
             rights[len(answers)] += [answer == guess for answer in answers]
     assert task.floor() == pytest.approx(np.mean([np.mean(right) for right in rights.values()]))
-    if isinstance(task, Recall):  # values within a row differ
-        assert task.floor() == pytest.approx((1 / 3 + 1 / 7 + 1 / 16) / 3)
+    # Values within a row differ.
+    assert task.floor() == pytest.approx((1 / 3 + 1 / 7 + 1 / 16) / 3)
 
 
 @pytest.mark.parametrize("power", [0.01, 1.0])
@@ -110,8 +90,8 @@ def test_query_distances_follow_the_power_law(power):
     assert chisquare(counts, 2000 * weights[::-1] / weights.sum()).pvalue < 0.01 or power == 1.0
 
 
-@pytest.mark.parametrize("task", [recall(), track()])
-def test_rows_depend_only_on_seed_and_row_number(task):
+def test_rows_depend_only_on_seed_and_row_number():
+    task = recall()
     corpus = task.corpus()
     loader = corpus.loader(CONTEXT, 8, seed=1)
     inputs, targets, positions = loader(3)
@@ -196,9 +176,6 @@ def test_the_batch_size_does_not_change_the_evaluated_rows():
     [
         (["context=32"], "[16] answers do not fit (context=32, data.vocab_size=8192)"),
         (["context=256", "data.vocab_size=32"], "do not fit (context=256, data.vocab_size=32)"),
-        (["data=track", "data.elements=6"], "data.vocab_size=121"),
-        (["data=track", "data.elements=2000"], "data.elements=2000"),
-        (["data=track", "data.elements=0"], "data.elements=0"),
         (["context=256", "max_minutes=null"], "the run would never end"),
     ],
 )

@@ -9,7 +9,9 @@ import pytest
 
 from data.prepare import prepare
 from data.pretokenized import Pretokenized
+from data.tokenizer import Tokenizer
 from tests.conftest import SHORT, TINY
+from tests.faults.harness import source as text_source
 from tests.training.test_train_command import metrics
 
 BOS, VOCABULARY = 96, 100
@@ -45,6 +47,11 @@ def source(path: Path, **knobs) -> Pretokenized:
     return Pretokenized(path=str(path), **(defaults | knobs))
 
 
+def held_out(folder: Path, **knobs) -> Pretokenized:
+    """A corpus whose validation files have "val" in their names."""
+    return source(folder, validation=f"{folder}/*val*", **knobs)
+
+
 def fill(folder: Path, form: str, seed: int = 0) -> None:
     """Write both splits of a corpus, with the publisher's file names."""
     folder.mkdir(exist_ok=True)
@@ -57,16 +64,42 @@ def fill(folder: Path, form: str, seed: int = 0) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_corpus_contains_the_ids_in_its_files(tmp_path, form):
     fill(tmp_path / "corpus", form)
-    corpus = prepare(source(tmp_path / "corpus"), tmp_path / "cache")
+    corpus = prepare(held_out(tmp_path / "corpus"), tmp_path / "cache")
     assert np.concatenate(corpus.train).tolist() == joined(stories(200, 0))
     assert corpus.validation.tolist() == joined(stories(40, 1))[:500]
     assert corpus.tokenizer.bos == corpus.tokenizer.eos == BOS
     assert isinstance(corpus.train[0], np.memmap) and not (tmp_path / "cache").exists()
-    assert prepare(source(tmp_path / "corpus"), tmp_path / "cache").sha256 == corpus.sha256
+    assert prepare(held_out(tmp_path / "corpus"), tmp_path / "cache").sha256 == corpus.sha256
     fill(tmp_path / "other", form, seed=5)
     for path in (tmp_path / "other").glob("*val*"):
         path.replace(tmp_path / "corpus" / path.name)
-    assert prepare(source(tmp_path / "corpus"), tmp_path / "cache").sha256 != corpus.sha256
+    assert prepare(held_out(tmp_path / "corpus"), tmp_path / "cache").sha256 != corpus.sha256
+
+
+def test_several_validation_files_are_held_out_in_order(tmp_path):
+    for name, ids in (("a", [9] * 300), ("val1", [1] * 300), ("val2", [2] * 300)):
+        save(tmp_path / f"{name}.bin", ids)
+    corpus = prepare(held_out(tmp_path), tmp_path / "cache")
+    assert corpus.validation.tolist() == [1] * 300 + [2] * 200
+    assert corpus.train[0].tolist() == [9] * 300 and len(corpus.train) == 1
+
+
+def test_ids_of_a_different_tokenizer_are_refused(tmp_path, story):
+    corpus = prepare(text_source(story), tmp_path / "cache")
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    own = folder / "tokenizer.model"
+    knobs = {"validation": str(folder / "validation-00000.bin"), "tokenizer": str(own)}
+    again = prepare(source(folder, **knobs), tmp_path / "cache")
+    assert np.array_equal(again.train[0], corpus.train[0])
+    assert np.array_equal(again.validation, corpus.validation[:500])
+    # A tokenizer of the same size, and none.
+    other = Tokenizer.train(["other words"] * 99, 400)
+    assert other.vocab_size <= corpus.tokenizer.vocab_size
+    (tmp_path / "other.model").write_bytes(other.files["tokenizer.model"])
+    for tokenizer in (str(tmp_path / "other.model"), None):
+        found = source(folder / "train-00000.bin", tokenizer=tokenizer, vocab_size=400)
+        with pytest.raises(ValueError, match=f"tokenizer.*data.tokenizer={own}"):
+            prepare(found, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("most, held", [(500, 50), (7, 7)])
@@ -85,6 +118,7 @@ def test_a_run_on_token_ids_needs_no_tokenizer(command):
         *SHORT,
         "data=tokens",
         "data.path=corpus",
+        "data.validation=corpus/*val*",
         f"data.vocab_size={VOCABULARY}",
         f"data.bos={BOS}",
         "run_dir=run",
@@ -140,18 +174,14 @@ BAD = {
         "a.bin contains 100 when read as uint16, data.vocab_size=100",
     ),
     "a held-out id outside the vocabulary": (
-        lambda: [save(Path(n), [*ONES, i]) for n, i in (("a.bin", 9), ("val.bin", 100))],
-        "val.bin",
+        lambda: [save(Path(n), [*ONES, i]) for n, i in (("a.bin", 9), ("b.bin", 100))],
+        "b.bin",
     ),
-    "other files": (lambda: raw("a.parquet", b"PAR1"), "a folder of .bin"),
+    "other files": (lambda: raw("a.parquet", b"PAR1"), "1 .parquet"),
     "uint32": (lambda: raw("a.bin", np.array(ONES, "<u4").tobytes()), "fix: data.dtype=uint32"),
     "big-endian": (
         lambda: raw("a.bin", np.array(ONES, ">u4").tobytes()),
         "have a different dtype (a.bin)",
-    ),
-    "only held out": (
-        lambda: [save(Path(f"val{n}.bin"), ONES) for n in (1, 2)],
-        "no training files",
     ),
     "too few tokens": (lambda: save(Path("a.bin"), [1, 2, 3]), "too little text"),
 }
@@ -175,6 +205,8 @@ KEYS = {
     "data.path=story.txt": "not a .bin file of token ids (story.txt)",
     "data.dtype=uint32": "read as uint32",
     "data.dtype=int64": "data.dtype=int64",
+    "data.validation=absent.bin": "absent.bin",
+    "data.validation=a.bin": "no training files",
 }
 
 
