@@ -50,14 +50,14 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         files = [] if not entry else expand(entry, suffixes)
         if not files:
             raise ValueError(
-                f"no such files (path={entry}{common_suffixes(entry)}). fix: set data.path to a "
-                f"file, a folder of {' '.join(suffixes)}, or a glob, which accepts any suffix"
+                f"no such files (path={entry}{common_suffixes(entry)}). fix: pass a file, a folder "
+                f"of {' '.join(suffixes)}, or a glob of any suffix; for train.py: data.path=my/texts"
             )
         found += files
 
     # Links are resolved, so a file counts only once even if several links lead to it.
     unique = {}
-    for file in sorted(found, key=os.path.abspath):
+    for file in sorted(found, key=Path.absolute):
         # Reading from a pipe or a device may never end.
         if not file.is_file():
             raise ValueError(
@@ -252,5 +252,5 @@ def content_hash(files: list[Path]) -> str:
     """Return one SHA-256 over all files' hashes and suffixes; names and times do not matter."""
     total = sha256()
     for file in files:
-        total.update((sha256_of(file) + suffix_of(file) + file.suffix.lower()).encode())
+        total.update((sha256_of(file) + suffix_of(file)).encode())
     return total.hexdigest()

@@ -135,7 +135,7 @@ def test_a_path_without_files_is_refused_by_name(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("a.txt").write_text("text", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"\(path=.*fix: set data\.path"):
+    with pytest.raises(ValueError, match=r"\(path=.*fix: .*data\.path"):
         find_files(path)
     # An entry of a list that names no file is also an error.
     if path and isinstance(path, str):
