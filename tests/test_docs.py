@@ -20,7 +20,6 @@ from tests.conftest import (
     saved,
     tree_of,
 )
-from tools import lengths
 from tools.compare import measures, plan, tuning
 
 PAGES = (
@@ -38,8 +37,9 @@ BLOCKS = [block for text in TEXTS for block in re.findall(r"```bash\n(.*?)```", 
 COMMANDS = [shlex.join(shlex.split(line, comments=True)) for line in "".join(BLOCKS).splitlines()]
 LINES = [*dict.fromkeys(filter(None, COMMANDS))]
 
-# Commands that need a fresh clone, a network, several minutes or a different program.
-UNTESTED = (".venv", "--tasks", "tools.bench", "llama")
+# Commands that need a fresh clone, a network, several minutes, a longer text (tested in
+# tests/tools/test_evaluate.py) or a different program.
+UNTESTED = (".venv", "--tasks", "tools.bench", "--lengths", "llama")
 # Commands that use a model, in the documented order, because some use earlier outputs.
 WITH_A_MODEL = ("runs/NAME", "models/NAME", "tools.attention_map")
 TESTED = [line for line in LINES if not any(word in line for word in UNTESTED)]
@@ -121,10 +121,8 @@ def test_documented_comparison_commands_run(command, story, forked_jobs, monkeyp
     command("tools/compare/__main__.py", "--report", *runs).succeeded()
 
 
-def test_documented_commands_that_use_a_model_run(command, trained, stories, monkeypatch):
+def test_documented_commands_that_use_a_model_run(command, trained, stories):
     """Imports, exports, trains and evaluates models in the documented order."""
-    monkeypatch.setattr(lengths, "LONGEST", 1)  # use all of the text
-    monkeypatch.setattr(lengths, "MULTIPLES", (1,))
     # Export the run to have a folder to import.
     command("tools/export_hf.py", "--out", "FOLDER").succeeded()
     for line in MODEL:

@@ -34,7 +34,7 @@ from run.signals import Signals
 from tests import conftest
 from tests.conftest import TINY, VARIANTS, every_kind, settings_of, shortest, shrink, tree_of
 from tests.gpu.fake_cuda import FakeGPU, fake_cuda
-from tools.scoring import Row, load_to_score, total_nats
+from tools.evaluate import Row, load_to_score, total_nats
 from train import report, take_step
 from training import setup
 from training.clock import Clock

@@ -15,8 +15,8 @@ from run.checkpoint import load_model
 from tests.conftest import DATASETS, SHORT, STORIES, TINY, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
 from tests.tools.families import write_tokenizer
+from tools.evaluate import Row, measure_lengths, total_nats, windows
 from tools.formats.special_tokens import import_tokenizer
-from tools.scoring import Row, total_nats, windows
 from training.setup import open_corpus
 
 
@@ -220,6 +220,33 @@ def test_the_loss_of_a_batch_equals_the_sum_over_separate_rows(drawn):
     alone = sum(nats_of(model, *row) for row in rows)
     for batch_size in (1, 3, 5):
         assert total_nats(model, rows, batch_size) == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gdn", "mla"])
+def test_losses_at_longer_contexts_match_a_plain_loop(command, story, variant):
+    trained = 8
+    text = (f"context={trained}", "data=text", f"data.path={story}", "data.vocab_size=400")
+    saved_run(Path("runs/drawn"), settings_of(*text, f"attention={variant}").model_dump())
+    found = evaluated(command, "--run", "runs/drawn", "--lengths")
+    assert found.keys() == {"1", "2", "4"}
+    tokens = held_out_tokens()
+    for multiple in (1, 2, 4):
+        context = multiple * trained
+        newest = checkpoint.newest_checkpoint(Path("runs/drawn"))
+        model = load_model(newest, "cpu", context=context).double()
+        nats = []
+        # Score blocks of half a context, starting after three and a half contexts.
+        for end in range(4 * trained + 1, len(tokens) + 1, trained // 2):
+            nats += nats_by_token(model, tokens[end - context - 1 : end])[-trained // 2 :]
+        assert len(nats) > 30
+        assert found[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+
+
+def test_a_held_out_text_shorter_than_a_window_is_refused(command, story):
+    text = ("context=1024", "data=text", f"data.path={story}", "data.vocab_size=400")
+    saved_run(Path("runs/drawn"), settings_of(*text).model_dump())
+    with pytest.raises(ValueError, match=r"held-out tokens \(\d+; a window needs 4097\)"):
+        measure_lengths(Path("runs/drawn"))
 
 
 @pytest.mark.parametrize(

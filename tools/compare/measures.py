@@ -4,8 +4,8 @@ from run import checkpoint
 from run.errors import IntegrityError, without_fix
 from run.progress import say
 from tools.compare.runs import RECORDS, Run
+from tools.evaluate import measure_lengths
 from tools.latency import MIN_CONTEXT, latencies
-from tools.lengths import measure_lengths
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
