@@ -51,8 +51,8 @@ def pick_device(wanted: str) -> torch.device:
         if wanted in (kind, "auto") and is_available(kind):
             return torch.device(kind)
     raise ValueError(
-        f"torch cannot use this device (device={wanted}). fix: run python -m tools.doctor, or use "
-        "device=auto (--device auto)"
+        f"torch cannot use this device (device={wanted}; python -m torch.utils.collect_env prints "
+        "its versions and the driver). fix: device=auto (--device auto)"
     )
 
 

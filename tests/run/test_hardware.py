@@ -27,7 +27,7 @@ def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, us
         monkeypatch.setattr(backend, "is_available", lambda kind=kind: kind in usable)
     monkeypatch.setattr(hardware, "has_kernels", lambda: True)
     if picked is None:
-        with pytest.raises(ValueError, match="fix: run python -m"):
+        with pytest.raises(ValueError, match="fix: device=auto"):
             hardware.pick_device(wanted)
     else:
         assert hardware.pick_device(wanted) == torch.device(picked)
@@ -49,6 +49,24 @@ def test_a_gpu_without_kernels_is_skipped_with_a_line_and_refused_if_requested(m
     with pytest.raises(ValueError, match="device=cuda"):
         hardware.pick_device("cuda")
     hardware.has_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name, bandwidth",
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12),
+        ("NVIDIA A100 80GB PCIe", 1.94e12),
+        ("NVIDIA A100-PCIE-40GB", 1.56e12),
+        ("NVIDIA L4", 0.3e12),
+        ("NVIDIA GeForce RTX 4090", 1.01e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks_come_from_the_data_sheet_of_the_gpu(monkeypatch, name, bandwidth):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert hardware.peak_bandwidth(torch.device("cuda")) == bandwidth
 
 
 def test_compilation_for_a_gpu_requires_a_c_compiler(monkeypatch):
