@@ -3,28 +3,25 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         one optimizer step, with our model and with the Llama model of `transformers`
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, in this precision, in fp32 and
-        with int8 weights, and `generate` of `transformers` with its default cache and compiled
+        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, in this precision and with int8
+        weights, and `generate` of `transformers` with its default cache and compiled
     python -m tools.bench attention
         attention of a decode step on a CPU, with each kernel; takes a few minutes
 
-It takes the overrides of train.py. For decoding, context and batch_tokens are fixed.
-The competitors run in separate processes that take turns, so that a temporary slowdown of the
-machine affects all of them. A JSON line with the medians is printed for each competitor, and the
-last line has the median of the speed ratios of all turns. The first turn of each competitor
-compiles, which may take minutes; compile=false disables compilation, except for the compiled
-competitor in decoding.
+It takes the overrides of train.py. For decoding, context and batch_tokens are fixed. The
+competitors take turns, so that a temporary slowdown of the machine affects all of them; each turn
+is a process that compiles and then measures. The first turn of a competitor may compile for
+minutes; compile=false disables this, except for the compiled competitor in decoding. A JSON line
+with the medians over the turns is printed for each competitor, and the last line has the median of
+the speed ratios of all turns.
 """
 
 import argparse
 import json
-import multiprocessing
-import signal
-import timeit
+import subprocess
+import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter
 
@@ -47,23 +44,19 @@ from run.signals import Signals
 from tools.attention_bench import compare_kernels
 from tools.formats import hf_config
 from tools.latency import greedy, time_generation
-from training.budget import planned_steps
 from training.clock import Clock
 from training.environment import Environment
-from training.memory import choose_micro_batch
 from training.setup import check_buildable
 from training.steps import Progress
 from training.trainer import Trainer
 
-NUM_TURNS = 8  # of each competitor, after the turn that compiles
-PROBE_SIZE = 2048  # width of the square matrices whose product measures peak FLOP/s
-READ_PROBE_SIZE = 2**28  # number of bytes read to measure the memory bandwidth
-NUM_PROBES = 4  # measurements of each kind per turn; the best over all turns counts
+NUM_TURNS = 4  # of each competitor
+TURN_SECONDS = 5  # that a turn measures at least, after compiling
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # number of rows, their final length
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
-Seconds = dict[str, float]  # by measurement name
-Step = Callable[[], Seconds]  # trains for one step, or decodes all tokens
+Measurements = dict[str, float]  # seconds or bytes, by name
+Step = Callable[[], Measurements]  # trains for two steps, or decodes all tokens
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("kind", choices=[*COMPETITORS, "attention"], help="what to measure")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
+    # Measure this competitor in this process; used by `start_turn`.
+    add("--turn", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.kind == "attention" and args.overrides:
         parser.error(f"attention takes no overrides (got {args.overrides[0]})")
@@ -80,6 +75,9 @@ def parse_arguments() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     if args.kind == "attention":
         compare_kernels()
+        return
+    if args.turn is not None:
+        print(json.dumps(take_turn(args.kind, args.turn, args.overrides)))
         return
     if args.kind == "train":
         compare("train", args.overrides, {})
@@ -91,120 +89,51 @@ def main(args: argparse.Namespace) -> None:
     say("next: try another size, attention or precision; python -m tools.bench --help")
 
 
-# The parent process: starts the competitors, gives them turns, and prints their measurements.
-
-
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     """Print a line for each competitor, and our speed divided by the fastest competitor's speed."""
     settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
-    # All workers build their models at the same time, then run one at a time for a fair timing.
     names = [*COMPETITORS[kind]]
     if compilation.missing_for_compilation(device) is not None and COMPILED in names:
         names.remove(COMPILED)
-    if precision == torch.float32 and OURS_FP32 in names:
-        names.remove(OURS_FP32)  # it equals "ours"
-    workers = {name: start_worker(kind, name, overrides) for name in names}
-    turns = {name: [] for name in workers}
-    ceiling = 0.0  # FLOP/s of training, bytes/s of decoding
-    advice = f"{kind}: the first turns compile, unless compile=false"
-    say(advice)
-    for number in range(NUM_TURNS + 1):
-        for name, worker in workers.items():
-            say(f"turn {number} of {NUM_TURNS}: {name}")
-            turn = request_turn(name, worker)
-            say(f"    {turn['seconds']:.3f} s")
-            turns[name].append(turn)
-        if kind == "train":
-            ceiling = max(ceiling, measure_ceiling(device, precision))
-        else:
-            ceiling = max(ceiling, measure_bandwidth(device))
-    for worker in workers.values():
-        worker.close()
+    turns = {name: [] for name in names}
+    for number in range(1, NUM_TURNS + 1):
+        for name in names:
+            say(f"{kind}, turn {number} of {NUM_TURNS}: {name}")
+            turns[name].append(start_turn(kind, name, overrides))
 
-    # The first turn of each worker compiles and does not count.
-    measured = {name: each[1:] for name, each in turns.items()}
     # The decoding time covers all tokens but the first.
     num_rows = settings.sequences_per_process(1)
-    tokens = settings.batch_tokens
-    if kind == "decode":
-        tokens = num_rows * (NEW_TOKENS - 1)
-    lines = {name: summarize(name, each, tokens) for name, each in measured.items()}
-    model = build_model(settings.model, "meta")
-    for name, line in lines.items():
-        if kind == "decode":
-            steps_share = line["tokens_per_second"] / num_rows / ceiling
-            dtype = torch.float32 if name == OURS_FP32 else precision
-            read = bytes_per_step(settings, dtype, int8=name == OURS_INT8)
-            line["share_of_bandwidth"] = steps_share * read
+    tokens = settings.batch_tokens if kind == "train" else num_rows * (NEW_TOKENS - 1)
+    training_flops = build_model(settings.model, "meta").training_flops()
+    lines = {}
+    for name in names:
+        line = medians(turns[name])
+        rate = tokens / line["seconds"]
+        line["tokens_per_second"] = rate
+        # The fractions of a GPU's peaks; null if the peaks are unknown, as for a CPU.
+        if kind == "train":
+            line["mfu"] = fraction(rate * training_flops, hardware.peak_flops(device))
         else:
-            tokens_share = line["tokens_per_second"] / ceiling
-            line["share_of_ceiling"] = tokens_share * model.training_flops()
-            whole_flops = model.training_flops(whole_attention=True)
-            line["share_whole_attention"] = tokens_share * whole_flops
-        print(json.dumps(case | line))
+            read = rate / num_rows * bytes_per_step(settings, precision, int8=name == OURS_INT8)
+            line["share_of_bandwidth"] = fraction(read, hardware.peak_bandwidth(device))
+        print(json.dumps(case | {"name": name} | line))
+        lines[name] = line
 
     # The machine's load changes between turns, so compute ratios within turns, then the median.
-    competitors = [name for name in lines if not name.startswith("ours")]
+    competitors = [name for name in names if not name.startswith("ours")]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
-    for ours, theirs in zip(measured["ours"], measured[best], strict=True):
+    for ours, theirs in zip(turns["ours"], turns[best], strict=True):
         ratios.append(theirs["seconds"] / ours["seconds"])
     print(json.dumps(case | {"speed": median(ratios), "of": best}))
 
 
-def start_worker(kind: str, name: str, overrides: list[str]) -> Connection:
-    """Start a competitor's worker process, which ends no later than this process."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=take_turns, args=(theirs, kind, name, overrides), daemon=True)
-    # Workers inherit the setting to ignore Ctrl-C. This process handles Ctrl-C and ends them.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.start()
-    signal.signal(signal.SIGINT, handler)
-    theirs.close()
-    return ours
+def medians(measured: list[Measurements]) -> Measurements:
+    return {name: median(each[name] for each in measured) for name in measured[0]}
 
 
-def request_turn(name: str, worker: Connection) -> dict:
-    try:
-        worker.send(None)
-        return worker.recv()
-    except (EOFError, OSError):
-        errors.exit_with(errors.BUG, f"{name} failed. fix: see the error above")
-
-
-def summarize(name: str, turns: list[dict], tokens: int) -> dict:
-    """Return the medians over the turns, and the tokens per second computed from them."""
-    line = {"name": name}
-    for key in turns[0]:
-        line[key] = median(turn[key] for turn in turns)
-    line["tokens_per_second"] = tokens / line["seconds"]
-    return line
-
-
-def measure_ceiling(device: torch.device, precision: torch.dtype) -> float:
-    """Return the FLOP/s of large matrix products, known for some GPUs and otherwise measured."""
-    peak_flops = hardware.peak_flops(device)
-    if peak_flops is not None:
-        return peak_flops
-    # If the CPU emulates bf16, a large bf16 product takes minutes, and fp32 is faster.
-    if not hardware.multiplies_bf16(device):
-        precision = torch.float32
-    x = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(precision)
-    # item() waits for a GPU to finish.
-    seconds = min(timeit.repeat(lambda: (x @ x)[0, 0].item(), number=1, repeat=NUM_PROBES))
-    return 2 * PROBE_SIZE**3 / seconds
-
-
-def measure_bandwidth(device: torch.device) -> float:
-    """Return the memory bandwidth in bytes/s, from a GPU's data sheet or measured with a sum."""
-    bandwidth = hardware.peak_bandwidth(device)
-    if bandwidth is not None:
-        return bandwidth
-    x = torch.ones(READ_PROBE_SIZE // 4, device=device)  # fp32
-    # item() waits for a GPU to finish.
-    seconds = min(timeit.repeat(lambda: x.sum().item(), number=1, repeat=NUM_PROBES))
-    return x.nbytes / seconds
+def fraction(rate: float, peak: float | None) -> float | None:
+    return None if peak is None else rate / peak
 
 
 def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) -> int:
@@ -223,11 +152,20 @@ def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) ->
     return read + num_rows * model.cache_bytes(mean_length, precision)
 
 
-# The worker: one competitor in a separate process.
+# A turn: one competitor in a separate process.
 
 
-def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -> None:
-    """For each message from the parent, time some steps and send the measurements."""
+def start_turn(kind: str, name: str, overrides: list[str]) -> Measurements:
+    """Run `take_turn` in a new process, which prints its result on standard output."""
+    command = [sys.executable, "-m", "tools.bench", kind, *overrides, "--turn", name]
+    process = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
+    if process.returncode != 0:
+        errors.exit_with(errors.BUG, f"{name} failed. fix: see the error above")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def take_turn(kind: str, name: str, overrides: list[str]) -> Measurements:
+    """Return a competitor's medians over TURN_SECONDS, and the peak memory of this process."""
     if kind == "decode":
         hardware.use_huge_pages()  # for all competitors
     settings, device, precision = bench_settings(overrides)
@@ -237,16 +175,20 @@ def take_turns(parent: Connection, kind: str, name: str, overrides: list[str]) -
         hardware.keep_freed_memory(device)
     compilation.prepare_to_compile()
     step = COMPETITORS[kind][name](settings, device, precision)
-    with suppress(EOFError):  # the parent closed the connection
-        while True:
-            parent.recv()
-            parent.send(step() | {"memory_bytes": hardware.peak_memory(device)})
+
+    # The first call compiles and does not count.
+    step()
+    measured = []
+    start = perf_counter()
+    while not measured or perf_counter() - start < TURN_SECONDS:
+        measured.append(step())
+    return medians(measured) | {"memory_bytes": hardware.peak_memory(device)}
 
 
 def time_steps(train_step: Callable[[], None], device: torch.device) -> Step:
     """Return a function that runs two training steps and returns their mean time in seconds."""
 
-    def step() -> Seconds:
+    def step() -> Measurements:
         start = perf_counter()
         train_step()
         train_step()
@@ -266,16 +208,14 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
     shards = [tokens.flatten().numpy().astype(np.uint32)]
     batch_size = settings.sequences_per_process(1)
     loader = Loader(shards, context=settings.context, batch_size=batch_size, seed=0)
-    is_long = compilation.is_long_run(planned_steps(settings, loader), settings.max_minutes)
-    is_compiled = compilation.pick_compile(settings.compile, device, is_long)
+    is_compiled = compilation.pick_compile(settings.compile, device, is_long=True)
     ranks = DistEnv(0, 1, device)
     env = Environment(settings, None, loader, None, ranks, Signals(), Clock(perf_counter()))
     trainer = Trainer(env, is_compiled)
-    micro_batch_size = choose_micro_batch(trainer, settings)
     progress = Progress()
 
     def train_step() -> None:
-        trainer.step(progress, micro_batch_size)
+        trainer.step(progress, settings.micro_batch_size(1))
         progress.step += 1
 
     return time_steps(train_step, device)
@@ -321,8 +261,8 @@ def decode_ours(
     engine = Engine(model, greedy, cache)
     is_compiled = compilation.pick_compile(settings.compile, device, is_long=True)
 
-    def run() -> Seconds:
-        # Compile or capture in the first turn, whose time is discarded.
+    def run() -> Measurements:
+        # Compile or capture in the first call, whose time is discarded.
         if is_compiled and engine.compiled_step is None:
             engine.compile()
         elif engine.can_capture:
@@ -331,10 +271,6 @@ def decode_ours(
         return {"seconds": rest, "first_token_seconds": first}
 
     return run
-
-
-def decode_ours_in_fp32(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
-    return decode_ours(settings, device, torch.float32)
 
 
 def decode_transformers(
@@ -357,7 +293,7 @@ def decode_transformers(
         times.append(perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=device)
 
-    def run() -> Seconds:
+    def run() -> Measurements:
         times.clear()
         start = perf_counter()
         cache = DynamicCache(config=model.config)
@@ -424,14 +360,12 @@ def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.
 
 
 # The competitors take turns in this order.
-OURS_FP32 = "ours, fp32"
 OURS_INT8 = "ours, int8"
 COMPILED = "transformers, compiled"
 COMPETITORS = {
     "train": {"ours": train_ours, "transformers": train_transformers},
     "decode": {
         "ours": decode_ours,
-        OURS_FP32: decode_ours_in_fp32,
         OURS_INT8: partial(decode_ours, int8=True),
         "transformers": partial(decode_transformers, is_compiled=False),
         COMPILED: partial(decode_transformers, is_compiled=True),

@@ -18,35 +18,33 @@ from run.progress import say
 
 NEW_TOKENS = 32  # number of tokens generated for each sequence
 MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
-Latencies = dict[Hashable, dict[str, float]]  # medians in ms, by model and column title
 TURNS = 3  # number of turns per model, and number of runs per turn
 # Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
-def latencies(runs: dict[Hashable, Path]) -> Latencies:
+def latencies(runs: dict[Hashable, Path]) -> dict[Hashable, dict[str, float]]:
     """Map each run's key to its median decoding times in ms at full context, by column title.
 
     Contexts are at least MIN_CONTEXT. Models are loaded as in generate.py: they are not compiled,
     but captured as CUDA graphs on a GPU. They take turns, so that a slowdown of the machine affects
     all of them.
     """
-    measured = defaultdict(list)  # seconds, by model and title
     say(f"measuring how fast {len(runs)} models decode")
+    measured = {key: defaultdict(list) for key in runs}  # seconds by column title
     for _ in range(TURNS):
-        for name, run in runs.items():
+        for key, run in runs.items():
             model, _, _ = load(run)
             for title, num_rows in ROWS.items():
-                measured[name, title] += times(model, num_rows)
+                measured[key][title] += seconds_per_token(model, num_rows)
+    return {
+        key: {title: 1e3 * median(seconds) for title, seconds in columns.items()}
+        for key, columns in measured.items()
+    }
 
-    medians = defaultdict(dict)
-    for (name, title), seconds in measured.items():
-        medians[name][title] = 1e3 * median(seconds)
-    return medians
 
-
-def times(model: Transformer, num_rows: int) -> list[float]:
+def seconds_per_token(model: Transformer, num_rows: int) -> list[float]:
     """Measure the seconds between consecutive tokens in several runs, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
