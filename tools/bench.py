@@ -46,6 +46,7 @@ from tools.formats import hf_config
 from tools.latency import greedy, time_generation
 from training.clock import Clock
 from training.environment import Environment
+from training.memory import choose_micro_batch
 from training.setup import check_buildable
 from training.steps import Progress
 from training.trainer import Trainer
@@ -212,10 +213,11 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
     ranks = DistEnv(0, 1, device)
     env = Environment(settings, None, loader, None, ranks, Signals(), Clock(perf_counter()))
     trainer = Trainer(env, is_compiled)
+    micro_batch_size = choose_micro_batch(trainer, settings)
     progress = Progress()
 
     def train_step() -> None:
-        trainer.step(progress, settings.micro_batch_size(1))
+        trainer.step(progress, micro_batch_size)
         progress.step += 1
 
     return time_steps(train_step, device)
