@@ -130,9 +130,13 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         changes["name"] = re.sub(r"[^\w.-]", "-", "-".join(filter(None, names)))
     is_default = "optimizer.lr" not in keys and "reference" in settings.optimizer
     if is_default and settings.optimizer["reference"] is None:
+        # New weights learn too little at the rate of fine-tuning (docs/formats.md).
+        fix = "optimizer=adamw optimizer.lr=1e-4"
+        if "attention" in keys:
+            fix = "optimizer=muon optimizer.lr=0.005"
         say(
             f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training from "
-            "scratch. fix: use a lower rate, such as optimizer=adamw optimizer.lr=1e-4"
+            f"scratch. fix: use a lower rate, such as {fix}"
         )
     return settings.model_copy(update=changes), pretrained
 

@@ -129,7 +129,7 @@ def test_a_run_starts_with_a_different_attention_and_resumes(command, story, tok
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ("model=tiny attention=gqa", 0, ""),  # as in the other run
+        ("model=tiny attention=gqa", 0, "optimizer=muon"),  # as in the other run
         ("model.dim=32", 2, "model.dim (was 64, now 32)"),
         ("attention.kv_heads=1", 2, "attention=NAME"),
         ("attention=mqa ffn=gelu", 2, "ffn._target_"),
