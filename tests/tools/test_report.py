@@ -57,8 +57,8 @@ def test_each_variant_has_a_row_with_every_measure(write):
     # A task is judged by the number of seeds that solve it.
     assert [row["seeds that solve it"] for row in recall.values()] == ["3 of 3", "2 of 3", "0 of 3"]
     # gqa-0 solves the task at its first evaluation, but gqa-1 does not.
-    assert recall["mqa"]["million tokens until then"] == "0.00"
-    assert recall["retention"]["million tokens until then"] == "never"
+    assert recall["mqa"]["million tokens to solve it (median)"] == "0.00"
+    assert recall["retention"]["million tokens to solve it (median)"] == "never"
     assert recall["retention"]["accuracy, %"] == "17.0 to 20.0"
     # Guessing among 4 or 8 distinct values: the mean of 1/4 and 1/8.
     assert "18.8 %" in page or "18.7 %" in page
@@ -172,11 +172,17 @@ def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     half = 2.88 * 0.001 * (2 / 3) ** 0.5
     gain = f"0.020 bits per byte lower than gqa's (95 % interval {0.02 - half:.3f} to "
     _, certain = write(tuned(trained_enough(losses)))
-    assert certain.startswith("Take mqa.") and gain in certain and "50% of the cache" in certain
+    assert (
+        certain.startswith("Take mqa (also better: mha).")
+        and gain in certain
+        and "50% of the cache" in certain
+    )
     assert "To be sure" not in certain
     # Without tuning, with fewer seeds, or with few tokens, it is only a hint.
     _, hint = write(trained_enough(losses))
-    assert hint.startswith("Only a hint: mqa") and gain in hint and "--tune" in hint
+    assert (
+        hint.startswith("Only a hint (learning rates): mqa") and gain in hint and "--tune" in hint
+    )
     # A small gain is not rounded to zero. 2.776 is the 97.5 % point of Student's t, 4 degrees.
     _, small = write(tuned(trained_enough({"gqa": 1.0, "mqa": 1.0 - 0.0024})))
     half = 2.776 * 0.001 * (2 / 3) ** 0.5
@@ -190,8 +196,8 @@ def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     "ratio, num_seeds, doubt, remedy",
     [
         (10.1, 3, None, None),
-        (9.9, 3, "9.9 of 10 tokens per parameter", "steps={}"),
-        (10.1, 2, "2 of 3 seeds", "seed=0,1,2)"),
+        (9.9, 3, "9.9 of 10 needed tokens per parameter", "steps={}"),
+        (10.1, 2, "2 of 3 needed seeds per variant", "seed=0,1,2)"),
     ],
 )
 def test_the_answer_reports_too_few_seeds_or_tokens(write, ratio, num_seeds, doubt, remedy):
@@ -230,11 +236,21 @@ def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
     [
         # Fisher's exact test of 4 of 4 against 0 of 4 gives p = 2 / 70, below 5 %.
         ({"gqa": 0, "mqa": 4}, 4, True, "Take mqa. 4 of 4 seeds solve recall, and 0 of 4 of gqa."),
-        ({"gqa": 0, "mqa": 4}, 4, False, "Only a hint: mqa"),
+        ({"gqa": 0, "mqa": 4}, 4, False, "Only a hint (learning rates): mqa"),
         # 3 of 3 against 0 of 3 gives p = 2 / 20.
-        ({"gqa": 0, "mqa": 3}, 3, True, "Too little data to choose: 3 of 4 seeds."),
+        (
+            {"gqa": 0, "mqa": 3},
+            3,
+            True,
+            "Too little data to choose: 3 of 4 needed seeds per variant.",
+        ),
         # With two variants, the significance level is halved, and 4 seeds are not enough.
-        ({"gqa": 0, "mqa": 4, "mha": 1}, 4, True, "Too little data to choose: 4 of 5 seeds."),
+        (
+            {"gqa": 0, "mqa": 4, "mha": 1},
+            4,
+            True,
+            "Too little data to choose: 4 of 5 needed seeds per variant.",
+        ),
         # If no variant can be better, no seeds are missing.
         ({"gqa": 3, "mha": 3}, 3, True, "Keep gqa: 3 of 3 seeds solve recall"),
         ({"gqa": 3, "mqa": 4}, 5, True, "No variant is better than gqa for certain."),

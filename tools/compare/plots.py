@@ -20,22 +20,21 @@ VERDICT_COLORS = {"better": COLORS[0], "worse": COLORS[6]}  # blue, orange
 
 def draw_forest(
     samples: Samples,
-    baseline: str | None,
+    baseline: str,
     xlabel: str,
     verdicts: dict[str, Verdict] | None = None,
     margin: float | None = None,
 ) -> Figure:
-    """Plot a row for each variant: a dot for each seed, and the interval if there are verdicts.
+    """Plot a row for each variant, with a dot for each seed.
 
-    With a `baseline`, dots are differences from its mean.
+    With verdicts, dots are differences from the mean of the baseline, and intervals are plotted.
     """
-    verdicts = verdicts or {}
     height = 1.0 + len(samples) * min(ROW, MAX_ROWS_HEIGHT / len(samples))
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     center = 0.0
-    if baseline is not None:
+    if verdicts is not None:
         center = fmean(samples[baseline])
         axes.axvline(0.0, color="gray", linewidth=1)
     if margin is not None:
@@ -45,7 +44,7 @@ def draw_forest(
         axes.plot(
             [value - center for value in values], [row] * len(values), ".k", markersize=3, zorder=3
         )
-        verdict = verdicts.get(name)
+        verdict = None if verdicts is None else verdicts.get(name)
         if verdict is not None and math.isfinite(verdict.low):
             color = VERDICT_COLORS.get(verdict.text, "gray")
             axes.plot([verdict.low, verdict.high], [row] * 2, color=color, marker="|")

@@ -65,14 +65,14 @@ SECTION = """<h1>{title}</h1>
 <p>{caption}</p>
 """
 LOSSES = """
-Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better or worse:
-the interval excludes zero. As good: it ends below {margin:g}. Which of several better variants is
-best was not tested. In the figure, each dot is a seed.
+Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better (blue) or
+worse (orange): the interval excludes zero. As good: it ends below {margin:g}, the dotted line. Which
+of several better variants is best was not tested. Each dot in the figure is a seed.
 """
 SEEDS = """
 A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: significantly more or
 fewer seeds than {baseline} (Fisher's exact test). Always guessing the most frequent answer gives
-{floor:.1f} %. In the figure, each dot is a seed.
+{floor:.1f} %. Each dot in the figure is a seed; equal ones hide each other.
 """
 
 
@@ -123,7 +123,9 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     comparisons = {key: sort_runs(each) for key, each in members.items()}
     sections = {}
     for (task, dim), comparison in comparisons.items():
-        sections[f"{task}-{dim}"] = make_section(comparison, f"{task}, dim {dim}", margin)
+        context = members[task, dim][0].settings["context"]
+        title = f"{task}, dim {dim}, context {context}"
+        sections[f"{task}-{dim}"] = make_section(comparison, title, margin)
     judged = [each for (task, _), each in comparisons.items() if task == "text" and each.groups]
     if len(judged) > 1:
         answers = {each.dim: sections[f"text-{each.dim}"].answer for each in judged}
@@ -223,13 +225,15 @@ def judge_seeds(comparison: Comparison, title: str) -> Section:
         judged = {
             "seeds that solve it": solved[name],
             "verdict": texts.get(name, "baseline"),
-            "million tokens until then": "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}",
+            "million tokens to solve it (median)": "never"
+            if math.isnan(tokens)
+            else f"{tokens / 1e6:.2f}",
             "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
         }
         rows.append({"variant": name, **judged, **cost_cells(comparison, name)})
     figure = draw_forest(
         {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
-        None,
+        baseline,
         f"{comparison.first.metric_name} (right is better)",
     )
     caption = SEEDS.format(
@@ -253,12 +257,16 @@ def choose(
     `texts` has the verdict on each variant, and `data` and `remedies` are from find_gaps().
     """
     baseline = comparison.baseline
-    best = chosen(comparison, texts)
+    better = [name for name in comparison.others if texts[name] == "better"]
     withheld = {text for text in texts.values() if text in (AT_EDGE, DIVERGED)}
     if not texts:
         return f"{baseline} is the only variant: there is nothing to compare it with."
-    if best is not None:
-        return f"Only a hint: {best} looks better." if remedies else f"Take {best}."
+    if better and remedies:
+        reasons = ", ".join(data) or "learning rates"
+        return f"Only a hint ({reasons}): {better[0]} looks better."
+    if better:
+        also = f" (also better: {', '.join(better[1:])})" if better[1:] else ""
+        return f"Take {better[0]}{also}."
     if data:
         return f"Too little data to choose: {', '.join(data)}."
     if withheld and len(withheld) == len({*texts.values()}):
@@ -270,25 +278,29 @@ def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
     """Describe how much lower a variant's loss is, how certain that is, and what it costs."""
     # Keep one significant digit of the bound nearest to zero, so that it is not rounded to zero.
     digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
-    first = comparison.groups[name][0]
-    baseline = comparison.first
-    flops = first.model.training_flops() / baseline.model.training_flops()
+    runs = comparison.groups[name]
+    first = comparison.first
+    costs = f"{runs[0].cache_bytes / first.cache_bytes:.0%} of the cache"
+    if have_same_machine(comparison):
+        theirs = fmean(run.tokens_per_second for run in comparison.groups[comparison.baseline])
+        speed = fmean(run.tokens_per_second for run in runs) / theirs
+        if math.isfinite(speed):
+            costs += f" and {speed:.0%} of the training speed"
     return (
         f"Its loss is {-verdict.difference:.{digits}f} {first.metric_name} lower than "
         f"{comparison.baseline}'s (95 % interval {-verdict.high:.{digits}f} to "
-        f"{-verdict.low:.{digits}f}, {len(comparison.groups[name])} seeds), with "
-        f"{first.cache_bytes / baseline.cache_bytes:.0%} of the cache and {flops:.0%} of the FLOPs."
+        f"{-verdict.low:.{digits}f}, {len(runs)} seeds), with {costs}."
     )
 
 
 def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[str]]:
-    """Return the shortages of data, such as "1 of 3 seeds", and what would close all gaps."""
+    """Return what there is too little of, such as seeds, and what would close all gaps."""
     groups = comparison.groups
     data = []
     remedies = []
     seeds = min(map(len, groups.values()))
     if seeds < min_seeds:
-        data.append(f"{seeds} of {min_seeds} seeds")
+        data.append(f"{seeds} of {min_seeds} needed seeds per variant")
         remedies.append(f"{min_seeds} seeds (seed={','.join(map(str, range(min_seeds)))})")
 
     tokens = [run.last["tokens"] for runs in groups.values() for run in runs]
@@ -301,7 +313,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
     ratio = round(min(tokens) / most, 1)
     if ratio < MIN_TOKENS and not comparison.is_task:
         steps = math.ceil(MIN_TOKENS * most / comparison.first.settings["batch_tokens"])
-        data.append(f"{ratio:g} of {MIN_TOKENS} tokens per parameter")
+        data.append(f"{ratio:g} of {MIN_TOKENS} needed tokens per parameter")
         remedies.append(f"{MIN_TOKENS} tokens per parameter (steps={steps} max_minutes=null)")
 
     # The default rates are scaled to the model and the run, but not tuned for the variant.
@@ -326,13 +338,7 @@ def cost_cells(comparison: Comparison, name: str) -> dict[str, str]:
         "cache, kB": f"{first.cache_bytes / 1e3:,.1f}",
         "MFLOP/token": f"{first.model.training_flops() / 1e6:,.2f}",
     }
-    # Training speeds can be compared only if all runs had the same kind of machine.
-    machines = set()
-    for members in comparison.groups.values():
-        for run in members:
-            machine = run.settings.get("machine", {})
-            machines.add(tuple(str(machine.get(key)) for key in SPEED_KEYS))
-    if len(machines) == 1:
+    if have_same_machine(comparison):
         cells["tokens/s"] = speed_range(runs)
     cells |= {title: f"{value:.2f}" for title, value in first.decoding.items()}
     if not comparison.is_task:
@@ -348,6 +354,16 @@ def mean(runs: list[Run], measure: Callable[[Run], float], form: str) -> str:
     """Format the mean of a measure over the runs; "" if a run lacks it."""
     value = fmean(measure(run) for run in runs)
     return format(value, form) if math.isfinite(value) else ""
+
+
+def have_same_machine(comparison: Comparison) -> bool:
+    """Whether all runs had the same kind of machine, so that their training speeds are comparable."""
+    machines = set()
+    for runs in comparison.groups.values():
+        for run in runs:
+            machine = run.settings.get("machine", {})
+            machines.add(tuple(str(machine.get(key)) for key in SPEED_KEYS))
+    return len(machines) == 1
 
 
 def speed_range(runs: list[Run]) -> str:
