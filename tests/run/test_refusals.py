@@ -1,6 +1,7 @@
 """Invalid input is refused with an exit code and a line that names it, before files are written."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -289,10 +290,11 @@ def test_a_path_can_be_null_or_quoted():
     assert settings.data["tokenizer"] is None
 
 
-def test_a_comma_in_a_data_path_does_not_separate_variants(command):
+def test_a_comma_in_a_data_path_does_not_separate_variants(command, story):
     """Runs on two texts cannot be compared, so the comma belongs to the path."""
-    Path("Moby Dick, by X.txt").write_text("text", encoding="utf-8")
-    words = ["attention=gqa,mqa", "data=text", "data.path=Moby Dick, by X.txt"]
+    shutil.copy(story, "Moby Dick, by X.txt")
+    words = ["attention=gqa,mqa", *TINY, "data=text", "data.vocab_size=400"]
+    words.append("data.path=Moby Dick, by X.txt")
     variants = plan_variants(words, "none", None, has_search=False)
     assert [variant.name for variant in variants] == ["gqa", "mqa"]
     for variant in variants:
