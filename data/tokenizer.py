@@ -1,7 +1,7 @@
 """Convert text to token ids and back.
 
 Our own tokenizers are SentencePiece byte-pair encodings, lossless for UTF-8 text: Kudo and
-Richardson, 1808.06226. Imported models may have a tokenizer.json: huggingface.co/docs/tokenizers.
+Richardson, 1808.06226. Imported models have a tokenizer.json: huggingface.co/docs/tokenizers.
 """
 
 import io
@@ -11,100 +11,48 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain, islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import sentencepiece as spm
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from run.threads import cores
 
-# Training text is split into pieces of up to 4000 characters, at line ends if there are any,
-# because SentencePiece's trainer is slower on longer pieces.
+# Texts are cut into pieces of up to 4000 characters, because SentencePiece is slower on longer
+# texts. The trainer gets pieces that end at line ends.
 MAX_PIECE_CHARS = 4000
-PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
-WORDS = re.compile(r".*\w(?= \w)", re.DOTALL)  # up to the last space between two words
-# A longer text is encoded in pieces, because SentencePiece is slower on longer texts and encodes
-# each text on one core.
-ENCODED_CHARS = 4000
-CUT_CHARS = 200  # number of characters at the end of a piece that are searched for a place to cut
+TRAINING_PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
+# A text to encode is cut in front of the last space between words, where our own models merge no
+# characters, so the ids do not change. Without such a space, it is cut at a line end, or anywhere.
+PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\S(?= )|.{0,3999}\n|.{1,4000}", re.DOTALL)
+UNKNOWN = "\u2585"  # SentencePiece's trainer silently ignores texts with this character
 SPACE = "\u2581"  # SentencePiece's symbol for a space, which decodes to a space
 SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # the pieces for the UTF-8 bytes of SPACE
 # Files next to the tokenizer's own file. generation_config.json may contain the BOS and EOS ids;
-# from the others, only split_special_tokens in tokenizer_config.json is read. The rest is kept for
-# export.
-CONFIGS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "additional_chat_templates.json",  # texts by name; an export writes a file for each
-)
+# tokenizer_config.json may contain split_special_tokens. The rest is kept for export.
+CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer:
-    """A SentencePiece model. A generation_config.json next to it, if present, sets BOS and EOS.
+    """What all tokenizers share: how documents and prompts are encoded and compared.
 
     A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
     generation, it is written only once between two documents. `files` maps the names of the files
     that load() reads to their contents.
     """
 
-    FILE = "tokenizer.model"  # the name of the tokenizer's own file
+    FILE: str  # the name of the tokenizer's own file
+    files: dict[str, bytes]
+    vocab_size: int
     # After these tokens, the text decoded so far may still change, because a run of byte tokens
     # is decoded as a whole.
     unstable_tokens = frozenset()
 
-    def __init__(self, files: dict[str, bytes]):
-        self.files = files
-        self.processor = spm.SentencePieceProcessor(model_proto=files[self.FILE])
-        self.vocab_size = self.processor.vocab_size()
-        special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
-        special |= json.loads(files.get("generation_config.json", "{}"))
-        self.set_special_ids(special)
-        # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
-        space_tokens = self.processor.piece_to_id(SPACE_BYTES)
-        assert len(space_tokens) == len(SPACE_BYTES)
-        self.text_separators = {SPACE: space_tokens}
-        # In a prompt, the text of BOS, EOS or another control token is encoded as that token.
-        self.special_tokens = {}
-        for token in range(self.vocab_size):
-            if self.processor.is_control(token) or self.processor.is_unknown(token):
-                self.special_tokens[self.processor.id_to_piece(token)] = [token]
-        self.prompt_separators = self.text_separators
-        if not splits_special_tokens(files):
-            self.prompt_separators = self.text_separators | self.special_tokens
-
-    @cached_property
-    def processor_inside(self) -> spm.SentencePieceProcessor:
-        """A processor for text after a separator, without the space that some models prepend."""
-        model = ModelProto.FromString(self.files[self.FILE])
-        model.normalizer_spec.add_dummy_prefix = False
-        return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
-
-    @cached_property
-    def encodes_pieces(self) -> bool:
-        """Whether cutting a text between characters that never merge preserves its tokens."""
-        model = ModelProto.FromString(self.files[self.FILE])
-        # Without byte_fallback, adjacent unknown characters are one token.
-        is_bpe = model.trainer_spec.model_type == TrainerSpec.BPE
-        is_local = is_bpe and model.trainer_spec.byte_fallback
-        normalizer = model.normalizer_spec
-        normalizes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-        return is_local and not normalizes and not model.trainer_spec.treat_whitespace_as_suffix
-
-    @cached_property
-    def pairs(self) -> set[tuple[str, str]]:
-        """All pairs of adjacent characters in pieces; no other pairs are ever merged."""
-        pairs = set()
-        for token in range(self.vocab_size):
-            pairs.update(pairwise(self.processor.id_to_piece(token)))
-        return pairs
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
         """Read a tokenizer.model, from SentencePiece or IdTokenizer, or a tokenizer.json.
 
         Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
@@ -123,7 +71,9 @@ class Tokenizer:
             elif path.suffix == ".json":
                 tokenizer = JsonTokenizer({JsonTokenizer.FILE: content, **configs})
             else:
-                tokenizer = cls({cls.FILE: content, **configs})
+                tokenizer = SentencePieceTokenizer(
+                    {SentencePieceTokenizer.FILE: content, **configs}
+                )
             for token in (tokenizer.bos, *tokenizer.eos_ids):
                 if not 0 <= token < tokenizer.vocab_size:
                     raise ValueError(f"BOS or EOS is {token}, which is not in the vocabulary")
@@ -134,8 +84,8 @@ class Tokenizer:
                 "a different file, or import its folder with tools.import_hf"
             ) from None
 
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    @staticmethod
+    def train(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Train a tokenizer on texts, with at most `vocab_size` tokens.
 
         These include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
@@ -143,7 +93,10 @@ class Tokenizer:
         """
         # Read all texts first: SentencePiece turns an exception in its iterator into a
         # RuntimeError, even one raised by a signal handler.
-        pieces = list(chain.from_iterable(map(PIECES.findall, texts)))
+        pieces = []
+        for text in texts:
+            for part in text.split(UNKNOWN):
+                pieces += TRAINING_PIECES.findall(part)
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(
@@ -172,7 +125,7 @@ class Tokenizer:
             raise ValueError(
                 f"cannot train a tokenizer on this text (data.vocab_size={vocab_size}). fix: {fix}"
             ) from None
-        return cls({cls.FILE: model.getvalue()})
+        return SentencePieceTokenizer({SentencePieceTokenizer.FILE: model.getvalue()})
 
     def set_special_ids(self, special: dict) -> None:
         """Set the BOS id and one or more EOS ids from the contents of a generation_config.json."""
@@ -190,26 +143,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode without BOS and EOS; text that looks like a special token stays ordinary text."""
-        return self.encode_parts(text, self.text_separators)
+        (tokens,) = self.encode_batch([text])
+        return tokens
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt as one or more tokens.
 
         Text that looks like a special token becomes that token, as in transformers.
         """
-        return self.as_prompt(self.encode_parts(text, self.prompt_separators))
-
-    def encode_parts(self, text: str, separators: dict[str, list[int]]) -> list[int]:
-        """Encode a text's parts between separators, joined by the separators' tokens."""
-        pattern = "|".join(map(re.escape, separators))
-        first, *others = re.split(f"({pattern})", text)
-        tokens = self.processor.encode(first)
-        for separator, part in zip(others[::2], others[1::2], strict=True):
-            tokens += separators[separator] + self.processor_inside.encode(part)
-        return tokens
-
-    def as_prompt(self, tokens: list[int]) -> list[int]:
-        """Prepend BOS to a prompt's tokens if the model expects it or the prompt is empty."""
+        tokens = self.encode_with_special_tokens(text)
+        # BOS is prepended if the model expects it or the prompt is empty.
         if self.starts_with_bos or not tokens:
             tokens = [self.bos, *tokens]
         return tokens
@@ -222,62 +165,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text as encode() does, using all cores."""
-        # The first piece of each text is encoded as its start, the others as text in the middle.
-        starts = []
-        pieces = []
-        num_pieces = []
-        for text in texts:
-            start, *others = self.cut(text)
-            starts.append(start)
-            pieces += others
-            num_pieces.append(len(others))
-        num_threads = len(cores())
-        documents = self.processor.encode(starts, num_threads=num_threads)
-        encoded = iter(())
-        if pieces:
-            encoded = iter(self.processor_inside.encode(pieces, num_threads=num_threads))
-        for index, text in enumerate(texts):
-            for tokens in islice(encoded, num_pieces[index]):
-                documents[index] += tokens
-            if SPACE in text:
-                documents[index] = self.encode(text)
-        return documents
+        raise NotImplementedError
 
-    def cut(self, text: str) -> list[str]:
-        """Cut a long text into pieces whose tokens, concatenated, are the tokens of the text."""
-        pieces = []
-        start = 0
-        end = ENCODED_CHARS
-        while end < len(text) and self.encodes_pieces:
-            # If there is no place to cut, the piece gets longer.
-            cut = self.last_cut(text[end - CUT_CHARS : end])
-            if cut > 0:
-                pieces.append(text[start : end - CUT_CHARS + cut])
-                start = end - CUT_CHARS + cut
-            end += ENCODED_CHARS
-        pieces.append(text[start:])
-        return pieces
-
-    def last_cut(self, text: str) -> int:
-        """Return the last index where a cut leaves a text's tokens unchanged; 0 if there is none.
-
-        Tokens are pieces of the vocabulary. If no piece contains two adjacent characters of a text
-        next to each other, the text can be cut between them. This holds for models that do not
-        normalize text.
-        """
-        for index in range(len(text) - 1, 0, -1):
-            first, second = text[index - 1 : index + 1].replace(" ", SPACE)
-            if (first, second) not in self.pairs:
-                return index
-        return 0
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Encode without BOS and EOS; the text of a special token becomes that token."""
+        raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are omitted."""
-        return self.processor.decode(tokens)
+        raise NotImplementedError
 
     def piece(self, token: int) -> str:
         """Return a token's entry in the vocabulary, such as <s>, <0x41> or \u2581and."""
-        return self.processor.id_to_piece(token)
+        raise NotImplementedError
 
     def change(self, text: str, tokens: list[int]) -> str | None:
         """Describe how the text decoded from `tokens` differs from `text`; None if it does not."""
@@ -310,60 +210,92 @@ class Tokenizer:
         return sha256(self.files[self.FILE] + special_ids.encode()).hexdigest()
 
 
-class IdTokenizer(Tokenizer):
-    """A stand-in for an unknown tokenizer; the text of tokens is their ids, such as "464 3290".
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. A generation_config.json next to it, if present, sets BOS and EOS."""
 
-    Its file is one line: MAGIC, the vocabulary size, and the id of BOS, which is also EOS.
-    """
+    FILE = "tokenizer.model"
 
-    MAGIC = b"ids "  # no SentencePiece model begins with it
+    def __init__(self, files: dict[str, bytes]):
+        self.files = files
+        self.processor = spm.SentencePieceProcessor(model_proto=files[self.FILE])
+        self.vocab_size = self.processor.vocab_size()
+        special = {"bos_token_id": self.processor.bos_id(), "eos_token_id": self.processor.eos_id()}
+        special |= json.loads(files.get("generation_config.json", "{}"))
+        self.set_special_ids(special)
+        # A SPACE in a text is encoded as its bytes, so that it decodes to itself.
+        space_tokens = self.processor.piece_to_id(SPACE_BYTES)
+        assert len(space_tokens) == len(SPACE_BYTES)
+        self.text_separators = {SPACE: space_tokens}
+        # In a prompt, the text of BOS, EOS or another control token is encoded as that token.
+        self.prompt_separators = dict(self.text_separators)
+        for token in range(self.vocab_size if not splits_special_tokens(files) else 0):
+            if self.processor.is_control(token) or self.processor.is_unknown(token):
+                self.prompt_separators[self.piece(token)] = [token]
 
-    def __init__(self, vocab_size: int, bos: int):
-        self.files = {self.FILE: self.MAGIC + f"{vocab_size} {bos}\n".encode()}
-        self.vocab_size = vocab_size
-        self.set_special_ids({"eos_token_id": bos})
+    @cached_property
+    def model(self) -> ModelProto:
+        return ModelProto.FromString(self.files[self.FILE])
 
-    def encode(self, text: str) -> list[int]:
-        """Parse the ids. Raises ValueError for other text and for ids outside the vocabulary."""
-        tokens = []
-        for word in text.split():
-            if not word.isdecimal() or int(word) >= self.vocab_size:
-                raise ValueError(
-                    f"the run has no tokenizer, and this is not a token id below {self.vocab_size} "
-                    f"({word}). fix: write ids such as 2; for text, choose a run with a tokenizer "
-                    "(--run), train on data=text, or give data=tokens a data.tokenizer=FILE"
-                )
-            tokens.append(int(word))
+    @cached_property
+    def processor_inside(self) -> spm.SentencePieceProcessor:
+        """A processor for text inside a text, without the space that some models prepend."""
+        model = ModelProto()
+        model.CopyFrom(self.model)
+        model.normalizer_spec.add_dummy_prefix = False
+        return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        return self.encode_parts(text, self.prompt_separators)
+
+    def encode_parts(self, text: str, separators: dict[str, list[int]]) -> list[int]:
+        """Encode a text's parts between separators, joined by the separators' tokens."""
+        pattern = "|".join(map(re.escape, separators))
+        first, *others = re.split(f"({pattern})", text)
+        tokens = self.processor.encode(first)
+        for separator, part in zip(others[::2], others[1::2], strict=True):
+            tokens += separators[separator] + self.processor_inside.encode(part)
         return tokens
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.as_prompt(self.encode(text))
-
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        # The first piece of each text is encoded as its start, the others as text in the middle.
+        starts = []
+        pieces = []
+        num_pieces = []
+        for text in texts:
+            start, *others = self.cut(text)
+            starts.append(start)
+            pieces += others
+            num_pieces.append(len(others))
+        num_threads = len(cores())
+        documents = self.processor.encode(starts, num_threads=num_threads)
+        encoded = iter(())
+        if pieces:
+            encoded = iter(self.processor_inside.encode(pieces, num_threads=num_threads))
+        for index, text in enumerate(texts):
+            for tokens in islice(encoded, num_pieces[index]):
+                documents[index] += tokens
+            if SPACE in text:
+                documents[index] = self.encode_parts(text, self.text_separators)
+        return documents
 
-    def last_cut(self, text: str) -> int:
-        """Return the index of the last space or line end; 0 if there is none."""
-        for index in range(len(text) - 1, 0, -1):
-            if text[index].isspace():
-                return index
-        return 0
+    def cut(self, text: str) -> list[str]:
+        """Cut a long text into pieces that can be encoded one by one."""
+        # A model that trims its input would lose the spaces at the ends of pieces.
+        if len(text) <= MAX_PIECE_CHARS or self.model.normalizer_spec.remove_extra_whitespaces:
+            return [text]
+        return PIECES.findall(text)
 
     def decode(self, tokens: list[int]) -> str:
-        return " ".join(str(token) for token in tokens if token != self.bos)
+        return self.processor.decode(tokens)
 
     def piece(self, token: int) -> str:
-        return str(token)
-
-    def nbytes(self, tokens: np.ndarray) -> None:
-        return None
+        return self.processor.id_to_piece(token)
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json, with the BOS and EOS ids of the generation_config.json next to it.
 
-    If a Hugging Face folder stores these ids in other files, tools/formats/special_tokens.py writes
-    a generation_config.json.
+    tools.import_hf writes both files.
     """
 
     FILE = "tokenizer.json"
@@ -379,40 +311,64 @@ class JsonTokenizer(Tokenizer):
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # As in transformers, BOS and EOS are special even if the file does not mark them as such:
-        # text in a document never becomes BOS or EOS, and both decode to an empty string.
-        for token, added in self.processor.get_added_tokens_decoder().items():
-            if token in (self.bos, *self.eos_ids) and not added.special:
-                added.special = True
-                self.processor.add_special_tokens([added])
         self.splits_special_tokens = splits_special_tokens(files)
         # The tokenizer's post-processor may prepend BOS to a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]
 
-    def encode(self, text: str) -> list[int]:
-        (tokens,) = self.encode_batch([text])
-        return tokens
-
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         self.processor.encode_special_tokens = self.splits_special_tokens
-        return self.as_prompt(self.processor.encode(text, add_special_tokens=False).ids)
+        return self.processor.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text. Text that looks like a special token stays ordinary text."""
         self.processor.encode_special_tokens = True
         encodings = self.processor.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def decode(self, tokens: list[int]) -> str:
+        return self.processor.decode(tokens)
+
     def piece(self, token: int) -> str:
         return self.processor.id_to_token(token) or str(token)
 
-    def last_cut(self, text: str) -> int:
-        """Return the index of the last space between two words; 0 if there is none.
 
-        Tokenizers of language models split a text at such spaces before they merge characters.
-        """
-        match = WORDS.match(text)
-        return 0 if match is None else match.end()
+class IdTokenizer(Tokenizer):
+    """A stand-in for an unknown tokenizer; the text of tokens is their ids, such as "464 3290".
+
+    Its file is one line: MAGIC, the vocabulary size, and the id of BOS, which is also EOS.
+    """
+
+    FILE = "tokenizer.model"
+    MAGIC = b"ids "  # no SentencePiece model begins with it
+
+    def __init__(self, vocab_size: int, bos: int):
+        self.files = {self.FILE: self.MAGIC + f"{vocab_size} {bos}\n".encode()}
+        self.vocab_size = vocab_size
+        self.set_special_ids({"eos_token_id": bos})
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Parse the ids. Raises ValueError for other text and for ids outside the vocabulary."""
+        tokens = []
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise ValueError(
+                    f"the run has no tokenizer, and this is not a token id below {self.vocab_size} "
+                    f"({word}). fix: write ids such as 2; for text, choose a run with a tokenizer "
+                    "(--run), train on data=text, or give data=tokens a data.tokenizer=FILE"
+                )
+            tokens.append(int(word))
+        return tokens
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode_with_special_tokens(text) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(str(token) for token in tokens if token != self.bos)
+
+    def piece(self, token: int) -> str:
+        return str(token)
+
+    def nbytes(self, tokens: np.ndarray) -> None:
+        return None
 
 
 def splits_special_tokens(files: dict[str, bytes]) -> bool:
@@ -423,7 +379,7 @@ def splits_special_tokens(files: dict[str, bytes]) -> bool:
 
 def tokenizer_file(folder: Path) -> Path:
     """Return a folder's tokenizer.model, or its tokenizer.json if there is no tokenizer.model."""
-    file = folder / Tokenizer.FILE
+    file = folder / SentencePieceTokenizer.FILE
     if file.exists():
         return file
     return folder / JsonTokenizer.FILE

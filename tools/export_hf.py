@@ -12,18 +12,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import TrainerSpec
 from torch import Tensor
 
-from data.tokenizer import IdTokenizer, JsonTokenizer, Tokenizer, tokenizer_file
+from data.tokenizer import (
+    IdTokenizer,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    tokenizer_file,
+)
 from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.cli import Parser, add_run_option, user_path
+from run.errors import IntegrityError
 from run.progress import say
 from tools.formats.hf_config import to_hf_config
-from tools.formats.special_tokens import ID_ENTRIES, IMPORTED_IDS, TEMPLATES
+from tools.formats.layer_knobs import attention_knobs
+from tools.formats.verify import (
+    LOCAL,
+    example_row,
+    import_transformers,
+    load_theirs,
+    logits_differ,
+    malformed,
+    tokenizers_differ,
+)
 from tools.formats.weights import hf_weights
 
+# Classes that vLLM reads without some biases.
+DROP_BIASES = ("qwen3", "llama4_text", "deepseek_v3", "qwen3_5_text")
 # Programs that silently misread an export, as measured in docs/formats.md.
 DROP_WINDOWS = {
     "qwen3": "mlx-lm, llama.cpp and ctranslate2",
@@ -63,10 +81,8 @@ def new_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def save_checkpoint(
-    out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
-) -> None:
-    """Write a model and its config as a checkpoint. Exits with code 4 if a weight is not finite."""
+def check_finite(weights: dict[str, Tensor], source: Path) -> None:
+    """Exit with code 4 if a weight is not finite."""
     for name, weight in weights.items():
         if not weight.float().isfinite().all():
             errors.exit_with(
@@ -74,6 +90,13 @@ def save_checkpoint(
                 f"weights contain NaN or infinity ({source}: {name}). fix: download the model "
                 "again, or use an older checkpoint",
             )
+
+
+def save_checkpoint(
+    out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
+) -> None:
+    """Write a model and its config as a checkpoint. Exits with code 4 if a weight is not finite."""
+    check_finite(weights, source)
     checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
 
 
@@ -92,28 +115,65 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
+@torch.no_grad()
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write a model's files; return the name of its class and the ways programs misread it."""
+    """Write a model's files; return the name of its class and the ways programs misread it.
+
+    The files are read with transformers. Raises IntegrityError if the logits differ from ours, and
+    exits with code 2 if the tokenizer does.
+    """
     # Find all errors in the model and the arguments before a file is written.
     with errors.user_input():
+        library = import_transformers()
         path = checkpoint.find_model(args.run)
         tokenizer = Tokenizer.load(tokenizer_file(path))
         files = tokenizer_files(tokenizer, path)
-        config = to_hf_config(checkpoint.load_model_config(path))
+        tree = checkpoint.load_model_config(path)
+        config = to_hf_config(tree)
         model = load_model(path, "cpu")
+        check_finite(model.state_dict(), path)
 
-    dtype = DTYPES[args.dtype]
+        # Round the weights, so that the written model can be compared with this one.
+        dtype = DTYPES[args.dtype]
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtype).float()
+            if not parameter.isfinite().all():
+                raise ValueError(
+                    f"a weight is too large for {args.dtype} ({name}). fix: --dtype bf16"
+                )
+
     config |= {"torch_dtype": str(dtype).removeprefix("torch."), **special_ids(tokenizer)}
     (architecture,) = config["architectures"]
     weights = hf_weights(model, architecture)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     checkpoint.write_weights(args.out / "model.safetensors", weights)
     for name, content in files.items():
-        (args.out / name).parent.mkdir(exist_ok=True)
         (args.out / name).write_bytes(content)
     # This file is written last: without it, no library accepts the folder as a model.
     (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+    # Compare the folder with the model, one model in memory at a time.
+    with errors.user_input(), malformed("cannot export this tokenizer"):
+        theirs = library.AutoTokenizer.from_pretrained(args.out, **LOCAL)
+        difference = tokenizers_differ(tokenizer, theirs)
+        if difference is not None:
+            raise ValueError(f"{difference}. fix: import a tokenizer.json with tools.import_hf")
+    tokens = example_row(tree["vocab_size"], tree["context"], windows_of(tree))
+    logits = model(tokens)
+    del model, weights
+    difference = logits_differ(logits, load_theirs(args.out)(tokens).logits)
+    if difference is not None:
+        raise IntegrityError(
+            f"the export is wrong in transformers {library.__version__} ({architecture}: "
+            f"{difference}). fix: pip install -r requirements-dev.txt"
+        )
     return architecture, describe_misreadings(config, files)
+
+
+def windows_of(tree: dict) -> list[int]:
+    """Return the lengths of the windows and chunks in a model's layers."""
+    sizes = [layer.get(knob) for layer in attention_knobs(tree) for knob in ("window", "chunk")]
+    return [size for size in sizes if size is not None]
 
 
 def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
@@ -125,6 +185,8 @@ def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
     )
     if has_window and model_type in DROP_WINDOWS:
         misreadings.append(f"{DROP_WINDOWS[model_type]} ignore its windows")
+    if config["attention_bias"] and model_type in DROP_BIASES:
+        misreadings.append("vLLM ignores some of its biases")
     if config["hidden_act"] != "silu":
         misreadings.append(f"{READ_SWIGLU} read its feed-forward as SwiGLU")
     if model_type == "qwen3" and "tokenizer.model" in files:
@@ -133,120 +195,52 @@ def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
-    """Return BOS and EOS ids for config.json, from the imported config.json or our tokenizer."""
-    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.eos_ids)}
-    imported = stored_generation_config(tokenizer).get(IMPORTED_IDS)
-    if imported is not None:
-        # Without an EOS in its configs, the model would not stop generating in transformers.
-        config_ids = imported.get("config.json", {})
-        generation_ids = imported.get("generation_config.json", {})
-        has_eos = {**config_ids, **generation_ids}.get("eos_token_id") is not None
-        ids = {"bos_token_id": None, "eos_token_id": None if has_eos else ids["eos_token_id"]}
-        ids |= {key: value for key, value in config_ids.items() if value is not None}
-    return ids | {"pad_token_id": pad_token_id(tokenizer)}
+    """Return the ids of BOS, EOS and padding for config.json.
 
-
-def stored_generation_config(tokenizer: Tokenizer) -> dict:
-    """Return the generation_config.json of a checkpoint."""
-    return json.loads(tokenizer.files.get("generation_config.json", "{}"))
-
-
-def pad_token_id(tokenizer: Tokenizer) -> int | None:
-    """Return the padding token: the imported model's padding token, or else SentencePiece's <unk>.
-
-    No text is encoded to <unk>, because unknown characters become bytes. EOS cannot be used:
-    training programs leave padding out of the loss, so the model would not learn to stop.
+    Padding is the imported model's padding token, or else <unk> of SentencePiece: no text is
+    encoded to <unk>, because unknown characters become bytes. EOS cannot be used: training programs
+    leave padding out of the loss, so the model would not learn to stop.
     """
-    stored = stored_generation_config(tokenizer)
-    if "pad_token_id" in stored or isinstance(tokenizer, JsonTokenizer):
-        return stored.get("pad_token_id")
-    return tokenizer.processor.unk_id()
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.eos_ids)}
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return ids | {"pad_token_id": tokenizer.processor.unk_id()}
+    return ids | {"pad_token_id": generation_config_of(tokenizer).get("pad_token_id")}
+
+
+def generation_config_of(tokenizer: Tokenizer) -> dict:
+    return json.loads(tokenizer.files["generation_config.json"])
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     """Return the files of a tokenizer as `transformers` reads them.
 
-    Raises ValueError for a tokenizer that `transformers` cannot express.
+    Raises ValueError for a model without a tokenizer, and for a unigram model.
     """
-    stored_config = json.loads(tokenizer.files.get("tokenizer_config.json", "{}"))
-    if isinstance(tokenizer, JsonTokenizer):
-        # Other classes of transformers 5 replace the pre-tokenizer with their own.
-        tokenizer_config = stored_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
             f"this model has no tokenizer for its token ids ({path}). fix: train on text, or on "
             "tokens with data.tokenizer=FILE"
         )
-    vocabulary = ModelProto.FromString(tokenizer.files["tokenizer.model"])
-    trainer = vocabulary.trainer_spec
-    normalizer = vocabulary.normalizer_spec
-    is_changing = (
-        normalizer.precompiled_charsmap
-        or normalizer.remove_extra_whitespaces
-        or normalizer.add_dummy_prefix
-        or any(piece.type == piece.USER_DEFINED for piece in vocabulary.pieces)
-    )
-    if trainer.model_type != trainer.BPE or not trainer.byte_fallback or is_changing:
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.files
+    if tokenizer.model.trainer_spec.model_type != TrainerSpec.BPE:
         raise ValueError(
-            "cannot export this tokenizer: only byte-fallback BPE that leaves the text unchanged "
-            f"can be exported ({path}). fix: use tools.import_hf on a folder that has a "
-            "tokenizer.json"
+            f"cannot export this tokenizer: transformers splits long texts differently ({path}: not "
+            "a BPE model). fix: train with a BPE model, or a tokenizer.json of tools.import_hf"
         )
-    pieces = vocabulary.pieces
-    tokenizer_config = stored_config | {
+    bos = tokenizer.processor.bos_id()
+    config = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": tokenizer.starts_with_bos,
-        "add_prefix_space": False,
+        "add_prefix_space": tokenizer.model.normalizer_spec.add_dummy_prefix,
         "legacy": False,
         "clean_up_tokenization_spaces": False,
+        "bos_token": tokenizer.piece(bos if bos >= 0 else tokenizer.bos),
+        "eos_token": tokenizer.piece(tokenizer.eos),
+        "unk_token": tokenizer.piece(tokenizer.processor.unk_id()),
+        "pad_token": tokenizer.piece(tokenizer.processor.unk_id()),
     }
-    # An imported tokenizer keeps its own names for the special tokens.
-    bos = tokenizer.processor.bos_id()
-    special_tokens = {
-        "bos_token": bos if bos >= 0 else tokenizer.bos,
-        "eos_token": tokenizer.processor.eos_id(),
-        "unk_token": tokenizer.processor.unk_id(),
-        "pad_token": pad_token_id(tokenizer),
-    }
-    for name, token in special_tokens.items():
-        if tokenizer_config.get(name) is None:
-            tokenizer_config[name] = pieces[token].piece
-    return kept_files(tokenizer) | {"tokenizer_config.json": to_bytes(tokenizer_config)}
-
-
-def kept_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files of a tokenizer with the names and entries that transformers knows.
-
-    Raises ValueError for a chat template whose name is not a valid file name.
-    """
-    files = dict(tokenizer.files)
-
-    # The imported folder may have had no generation_config.json.
-    generation_config = stored_generation_config(tokenizer)
-    imported = generation_config.pop(IMPORTED_IDS, None)
-    if imported is not None:
-        del files["generation_config.json"]
-        if "generation_config.json" in imported:
-            del generation_config["add_bos_token"]
-            for key in ID_ENTRIES:
-                generation_config.pop(key, None)
-            generation_config |= imported["generation_config.json"]
-            files["generation_config.json"] = to_bytes(generation_config)
-
-    # transformers keeps additional chat templates in a folder.
-    templates = json.loads(files.pop(f"{TEMPLATES}.json", "{}"))
-    for name, text in templates.items():
-        if Path(name).name != name:
-            raise ValueError(
-                f"a chat template's name must not be a path ({name}). fix: import the model again"
-            )
-        files[f"{TEMPLATES}/{name}.jinja"] = text.encode()
-    return files
-
-
-def to_bytes(content: dict) -> bytes:
-    return json.dumps(content, indent=1).encode()
+    return tokenizer.files | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
 
 
 if __name__ == "__main__":

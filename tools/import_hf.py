@@ -4,23 +4,33 @@ python -m tools.import_hf my/SmolLM2-135M --out models/smollm2
 """
 
 import argparse
+import json
 import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
+from torch import Tensor
+
+from data.tokenizer import JsonTokenizer
 from model.build import build_model
 from run import errors
 from run.cli import Parser, user_path
+from run.errors import IntegrityError
 from run.progress import say
-from tools.export_hf import new_folder, save_checkpoint
-from tools.formats.hf_config import from_hf_config
-from tools.formats.special_tokens import (
-    describe_bos,
-    describe_changes,
-    describe_versions,
-    import_tokenizer,
+from tools.export_hf import check_finite, new_folder, save_checkpoint, windows_of
+from tools.formats.hf_config import read_config, read_json
+from tools.formats.verify import (
+    LOCAL,
+    TEXTS,
+    example_row,
+    import_transformers,
+    load_theirs,
+    logits_differ,
     malformed,
-    read_json,
+    tokenizers_differ,
 )
-from tools.formats.weights import read_weights
+from tools.formats.weights import our_weights
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,31 +52,155 @@ def main(args: argparse.Namespace) -> None:
 
 
 def import_model(args: argparse.Namespace) -> None:
-    """Read a transformers model, and write it as a checkpoint."""
-    # Find all errors in the folder before a file is written.
-    with errors.user_input(), malformed(f"no model with a tokenizer ({args.folder})"):
-        config = read_json(args.folder / "config.json")
-        architecture, tree = from_hf_config(config)
+    """Read a transformers model, compare it with ours, and write it as a checkpoint."""
+    with errors.user_input():
+        import_transformers()
+        architecture, tree = read_config(args.folder)
         tokenizer = import_tokenizer(args.folder)
-        num_tokens = tokenizer.vocab_size
-        num_embeddings = tree["vocab_size"]
         # An embedding may be padded beyond the vocabulary for speed.
-        is_padded = "tokenizer.json" in tokenizer.files and num_tokens < num_embeddings
-        if num_tokens != num_embeddings and not is_padded:
+        if tokenizer.vocab_size > tree["vocab_size"]:
             raise ValueError(
-                f"the tokenizer does not fit the model ({args.folder}: {num_tokens} token ids, "
-                f"{num_embeddings} embeddings). fix: use the tokenizer that the model was trained "
-                "with"
+                f"the tokenizer does not fit the model ({args.folder}: {tokenizer.vocab_size} "
+                f"token ids, {tree['vocab_size']} embeddings). fix: use the tokenizer that the "
+                "model was trained with"
             )
-        weights = read_weights(args.folder, build_model(tree, "meta"), architecture)
+        weights = import_weights(args.folder, architecture, tree)
     save_checkpoint(args.out, weights, tree, tokenizer, args.folder)
-    changes = describe_changes(tokenizer)
+    texts = [tokenizer.change(text, tokenizer.encode(text)) for text in TEXTS]
+    changes = [change for change in texts if change is not None]
     if changes:
         say(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
-    for difference in describe_versions(tokenizer, config["model_type"]):
-        say(f"note: {difference}")
-    if unused_bos := describe_bos(tokenizer):
-        say(f"note: {unused_bos}")
+
+
+@torch.no_grad()
+def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Tensor]:
+    """Return a folder's weights under our names, in the dtype of the config if nothing is lost.
+
+    Raises IntegrityError for unusable weights, and ValueError for a model whose logits differ from
+    those of transformers.
+    """
+    # A forged config could describe a model larger than memory.
+    shapes = build_model(tree, "meta")
+    num_weights = sum(weight.numel() for weight in shapes.parameters())
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if num_bytes < num_weights:
+        raise IntegrityError(
+            f"the weights do not match the config ({folder}: {num_weights} weights in {num_bytes} "
+            "bytes of .safetensors). fix: download the model again (.bin files are pickles, which "
+            "could run code)"
+        )
+    theirs = load_theirs(folder)
+    weights = our_weights(theirs.state_dict(), shapes, architecture)
+    check_finite(weights, folder)
+
+    # Both models share their weights.
+    tokens = example_row(tree["vocab_size"], tree["context"], windows_of(tree))
+    expected = theirs(tokens).logits
+    ours = build_model(tree, seed=None).eval()
+    ours.load_state_dict(weights, assign=True)
+    difference = logits_differ(ours(tokens), expected)
+    if difference is not None:
+        raise ValueError(
+            f"our layers do not compute the same as {architecture} of transformers ({folder}: "
+            f"{difference}). fix: use a different model"
+        )
+    config = import_transformers().AutoConfig.from_pretrained(folder, **LOCAL)
+    return {name: narrowed(weight, config.dtype) for name, weight in weights.items()}
+
+
+def narrowed(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the weight in this dtype, if there is one and it changes no value."""
+    narrow = weight if dtype is None else weight.to(dtype)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+
+
+def import_tokenizer(folder: Path) -> JsonTokenizer:
+    """Return a folder's tokenizer, as transformers reads and saves it.
+
+    Raises ValueError for a tokenizer without EOS, and if ours encodes or decodes differently.
+    """
+    library = import_transformers()
+    with malformed(f"no tokenizer that transformers can read ({folder})"):
+        # transformers 5 reads a tokenizer.model without BOS, unless an entry asks for it.
+        options = {}
+        config = read_optional(folder / "tokenizer_config.json")
+        if not (folder / "tokenizer.json").exists() and "add_bos_token" not in config:
+            options["add_bos_token"] = True
+            say("note: BOS is prepended to prompts (tokenizer_config.json has no add_bos_token)")
+        theirs = library.AutoTokenizer.from_pretrained(folder, **LOCAL, **options)
+        if not theirs.is_fast:
+            raise ValueError(f"{type(theirs).__name__} has no tokenizer.json")
+        files = {}
+        with TemporaryDirectory() as saved:
+            # Chat templates are saved in tokenizer_config.json.
+            theirs.save_pretrained(saved, save_jinja_files=False)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                files[name] = Path(saved, name).read_bytes()
+        # All versions of transformers read tokenizer.json as it is with this class and entry.
+        config = json.loads(files["tokenizer_config.json"])
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
+        for entry in ("backend", *LOCAL, "is_local"):
+            config.pop(entry, None)
+        files["tokenizer_config.json"] = json.dumps(config, indent=1).encode()
+        generation_config = special_ids(folder, theirs)
+        files["generation_config.json"] = json.dumps(generation_config, indent=1).encode()
+        ours = JsonTokenizer(files)
+        # Without files, transformers returns a tokenizer that encodes every text to nothing.
+        if not ours.encode("a"):
+            raise ValueError("no vocabulary")
+        difference = tokenizers_differ(ours, theirs)
+    if difference is not None:
+        raise ValueError(
+            f"this tokenizer is not supported ({folder}: {difference}). fix: use a different model"
+        )
+    return ours
+
+
+def special_ids(folder: Path, tokenizer) -> dict:
+    """Return a folder's generation_config.json, completed by the ids of BOS, EOS and padding.
+
+    As in generate() of transformers, generation_config.json precedes config.json, and both precede
+    the tokenizer. Raises ValueError if there is no EOS.
+    """
+    generation_config = read_optional(folder / "generation_config.json")
+    configs = (generation_config, read_optional(folder / "config.json"))
+    num_tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    eos_ids = first_ids(configs, "eos_token_id") or existing(tokenizer.eos_token_id)
+    if not eos_ids or max(eos_ids) >= num_tokens:
+        raise ValueError(
+            f"a tokenizer needs EOS (EOS {eos_ids}, {num_tokens} tokens). fix: set eos_token in "
+            "tokenizer_config.json, or eos_token_id in config.json or generation_config.json"
+        )
+    # Without a BOS that is prepended, an EOS separates documents: the model's BOS if it is an EOS.
+    model_bos = first_ids(configs, "bos_token_id") or existing(tokenizer.bos_token_id)
+    separators = [token for token in model_bos if token in eos_ids]
+    pad = existing(tokenizer.pad_token_id) or first_ids(configs, "pad_token_id")
+    return generation_config | {
+        "bos_token_id": [*tokenizer("")["input_ids"], *separators, *eos_ids][0],
+        "eos_token_id": eos_ids,
+        "pad_token_id": pad[0] if pad and pad[0] < num_tokens else None,
+    }
+
+
+def read_optional(file: Path) -> dict:
+    return read_json(file) if file.exists() else {}
+
+
+def first_ids(configs: tuple[dict, ...], key: str) -> list[int]:
+    """Return the ids under a key of the first config that has any."""
+    for config in configs:
+        ids = existing(config.get(key))
+        if ids:
+            return ids
+    return []
+
+
+def existing(ids: int | list[int] | None) -> list[int]:
+    """Return ids as a list, without null and -1, which stand for a token that does not exist."""
+    if not isinstance(ids, list):
+        ids = [ids]
+    return [token for token in ids if token is not None and token >= 0]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import sentencepiece
 
 from data.prepare import prepare
 from data.sources import Stdlib
-from data.tokenizer import PIECES, IdTokenizer, Tokenizer
+from data.tokenizer import PIECES, TRAINING_PIECES, IdTokenizer, Tokenizer
 from tests.faults.harness import source
 
 NASTY = [
@@ -50,48 +51,43 @@ def test_random_text_round_trips(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-MODELS = {
-    "own": ({}, True),
-    "prefix": ({"add_dummy_prefix": True}, True),
-    "suffix": ({"add_dummy_prefix": True, "treat_whitespace_as_suffix": True}, False),
-    "blanks": ({"remove_extra_whitespaces": True}, False),
-    "nfkc": ({"normalization_rule_name": "nfkc"}, False),
-    "unknown": ({"byte_fallback": False}, False),
-    "unigram": ({"model_type": "unigram"}, False),
-}
+def test_long_texts_are_encoded_in_pieces_with_the_same_tokens(tokenizer):
+    source = Stdlib(vocab_size=512, tokenizer=None)
+    text = source.root.joinpath("ast.py").read_text(encoding="utf-8")
+    assert len(tokenizer.cut(text)) > len(text) / 4000
+    assert tokenizer.encode_batch([text, "ab"]) == tokenizer.processor.encode([text, "ab"])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_encoding_a_long_text_in_pieces_gives_the_same_tokens(tmp_path, monkeypatch, name):
-    options, is_cut = MODELS[name]
-    own = {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "add_dummy_prefix": False,
-        "remove_extra_whitespaces": False,
-        "allow_whitespace_only_pieces": True,
-        "user_defined_symbols": "\n,    ",
-    }
-    text = (
-        Stdlib(vocab_size=512, tokenizer=None).root.joinpath("ast.py").read_text(encoding="utf-8")
-    )
+@pytest.mark.parametrize("trims", [True, False])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_long_texts_round_trip_wherever_they_are_cut(tmp_path, monkeypatch, prefix, trims, story):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.split("\n")),
+        sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
         model_prefix=str(tmp_path / "a"),
-        vocab_size=600,
+        vocab_size=320,
+        model_type="bpe",
         hard_vocab_limit=False,
+        byte_fallback=True,
         minloglevel=2,
-        **own | options,
+        add_dummy_prefix=prefix,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=trims,
     )
-    tokenizer = Tokenizer.load(tmp_path / "a.model")
-    monkeypatch.setattr("data.tokenizer.ENCODED_CHARS", 40)
-    monkeypatch.setattr("data.tokenizer.CUT_CHARS", 10)
-    # Combining characters, unknown characters, runs of spaces, and a text without a cut point.
-    texts = [text, "e\u0301  Жили 好好 \n" * 99, " " * 999, "ab", "", text[:41]]
-    assert (len(tokenizer.cut(text)) > len(text) / 80) is is_cut
-    # SentencePiece itself encodes each text in one piece.
-    assert tokenizer.encode_batch(texts) == tokenizer.processor.encode(texts)
+    others = Tokenizer.load(tmp_path / "a.model")
+    monkeypatch.setattr("data.tokenizer.MAX_PIECE_CHARS", 40)
+    short = re.compile(PIECES.pattern.replace("4000", "40").replace("3999", "39"), re.DOTALL)
+    monkeypatch.setattr("data.tokenizer.PIECES", short)
+    # Lines, combining and unknown characters, runs of spaces, and text without spaces.
+    for text in (
+        "a red ball.\n" * 99,
+        "e\u0301  Жили 好好 \n" * 99,
+        " " * 999,
+        "好" * 99,
+        "▁ " * 99,
+    ):
+        expected = others.decode(others.processor.encode(text)) if trims else text
+        if not (trims and "▁" in text):
+            assert others.decode(others.encode(text)) == expected
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -126,11 +122,9 @@ def test_documents_that_do_not_round_trip_are_reported(tmp_path, story, capfd):
     sentencepiece.SentencePieceTrainer.train(
         input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
     )
-    held_out = [part.text for part in source(story).parts() if part.is_held_out]
-    capfd.readouterr()
     prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert f"the tokenizer does not reproduce {len(held_out)} of the held-out documents" in line
+    assert "the tokenizer does not reproduce the text" in line
     assert r"' red \ufb01sh  . Ann saw ' decodes to ' red fish . Ann saw '" in line
     # Tokenizers trained here reproduce every document.
     prepare(source(story), tmp_path / "cache")
@@ -146,11 +140,19 @@ def test_newlines_and_indents_share_tokens_and_digits_are_single_tokens(tokenize
     "text", ["", "a", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001]
 )
 def test_long_texts_are_split_at_line_ends_if_possible(text):
-    pieces = PIECES.findall(text)
+    pieces = TRAINING_PIECES.findall(text)
     assert "".join(pieces) == text
     assert all(len(piece) <= 4000 for piece in pieces)
     if "\n" in text:
         assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
+
+
+@pytest.mark.parametrize("character", ["\u2585", "\u2581", "\0", "\t", "\u2047", "\ufffd"])
+def test_a_rare_character_removes_no_other_text_from_training(character):
+    """SentencePiece ignores texts with U+2585, which charts and progress bars contain."""
+    texts = [f"zanzibar zanzibar {character} zanzibar\n" * 30, "the quick brown fox\n" * 30]
+    tokenizer = Tokenizer.train(texts, 400)
+    assert len(tokenizer.encode(" zanzibar")) <= 2
 
 
 def test_errors_raised_by_the_text_iterator_propagate():
@@ -226,7 +228,6 @@ def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     assert ids.encode(" 464 3290\n") == [464, 3290]
     assert ids.decode([50256, 464, 3290, 50256]) == "464 3290"
     assert ids.encode_documents(["464 3290", "1"]) == [[50256, 464, 3290], [50256, 1]]
-    assert ids.last_cut("464 3290 11") == 8 and ids.last_cut("464") == 0
     for text in ("464 dog", "50257", "-1", "1.5"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)

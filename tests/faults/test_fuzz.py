@@ -24,7 +24,6 @@ from tests.conftest import ROOT, saved, settings_of, tell, tree_of
 from tests.faults.harness import source
 from tests.tools.families import write_tokenizer
 from tools import export_hf, import_hf
-from tools.formats import special_tokens
 from tools.formats.hf_config import to_hf_config
 from training import setup
 
@@ -254,7 +253,7 @@ def test_any_model_is_accepted_or_refused_with_a_message(seed, tokenizer, tmp_pa
         tmp_path, "TinyLlama-1.1B", tell(tmp_path).read_text(encoding="utf-8").split("\n")
     )
     sources = {}
-    for number, each in enumerate((tokenizer, special_tokens.import_tokenizer(tmp_path))):
+    for number, each in enumerate((tokenizer, import_hf.import_tokenizer(tmp_path))):
         run = tmp_path / f"run{number}"
         saved(run, tree_of("llama"), each)
         export_hf.main(Namespace(run=run, out=tmp_path / f"hf{number}", dtype="f32"))

@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import SentencePieceTokenizer, Tokenizer
 from inference.batch import Sequence
 from inference.load import load
 from inference.text import detokenize
@@ -21,12 +21,12 @@ from run.checkpoint import load_model
 from tests.conftest import tell
 from tests.data.test_tokenizer import NASTY
 from tests.tools.families import write_tokenizer
-from tools.formats import special_tokens
+from tools.import_hf import import_tokenizer
 
 
 def byte_pairs(folder: Path, family: str) -> Tokenizer:
     write_tokenizer(folder, family, [tell(folder).read_text(encoding="utf-8")])
-    return special_tokens.import_tokenizer(folder)
+    return import_tokenizer(folder)
 
 
 def sentence_pieces(folder: Path, **knobs: object) -> Tokenizer:
@@ -35,7 +35,7 @@ def sentence_pieces(folder: Path, **knobs: object) -> Tokenizer:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=texts, model_writer=proto, hard_vocab_limit=False, **knobs
     )
-    return Tokenizer({"tokenizer.model": proto.getvalue()})
+    return SentencePieceTokenizer({"tokenizer.model": proto.getvalue()})
 
 
 def word_pieces(folder: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from tests.conftest import DATASETS, SHORT, STORIES, TINY, saved, settings_of, s
 from tests.conftest import drawn as drawn_model
 from tests.tools.families import write_tokenizer
 from tools.evaluate import Row, measure_lengths, total_nats, windows
-from tools.formats.special_tokens import import_tokenizer
+from tools.import_hf import import_tokenizer
 from training.setup import open_corpus
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.prepare import prepare
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, tokenizer_file
 from run import checkpoint
 from run.checkpoint import load_model
 from tests.conftest import TINY, close, continued, saved, tell, tree_of
@@ -18,8 +18,7 @@ from tests.tools.families import CONFIGS, make_folder
 from tests.tools.test_export import NASTY
 from tests.training.test_train_command import metrics
 from tools import import_hf
-from tools.export_hf import kept_files
-from tools.formats.special_tokens import import_tokenizer
+from tools.import_hf import import_tokenizer
 
 LAYERS = dict.fromkeys(CONFIGS, 1) | {"SmolLM2-135M": 2, "SmolLM3-3B": 4}
 # Families whose post-processor does not prepend BOS.
@@ -168,37 +167,27 @@ def test_eos_text_in_a_document_is_plain_text_even_if_eos_is_not_marked_as_speci
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
-def test_chat_template_padding_and_sampling_settings_round_trip(
-    kind, place, published, command, story, tokenizer, tmp_path
+def test_templates_padding_special_ids_and_sampling_settings_round_trip(
+    kind, published, command, story, tokenizer, tmp_path
 ):
     """The settings of a folder saved by transformers survive import, training and export."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     if kind == "tokenizer.json":
-        folder = shutil.copytree(published("Qwen3-0.6B")[0], tmp_path / "model")
+        folder = shutil.copytree(published("SmolLM3-3B")[0], tmp_path / "model")
     else:
         folder = tmp_path / "model"
         saved(tmp_path / "old", tree_of("llama"), tokenizer)
         command("tools/export_hf.py", "--run", "old", "--out", str(folder)).succeeded()
     theirs = AutoTokenizer.from_pretrained(folder)
     theirs.pad_token = theirs.bos_token or "<|im_start|>"
-    theirs.chat_template = TEMPLATE
-    written = tmp_path / "written"
-    theirs.save_pretrained(written)
-    spoiled(folder, "tokenizer_config.json", pad_token=theirs.pad_token)
-    if place == "chat_template.jinja":
-        shutil.copy(written / place, folder / place)
-    else:
-        spoiled(folder, place, chat_template=TEMPLATE)
-    generation = {
-        "temperature": 0.6,
-        "top_k": 20,
-        "do_sample": True,
-        "eos_token_id": theirs.eos_token_id,
-    }
+    theirs.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE * 2, "é.v2": "{{ 1 }}"}
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.model").unlink(missing_ok=True)
+    generation = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [3, 2]}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    spoiled(folder, "config.json", eos_token_id=2)
 
     command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
     words = [word for word in TINY if not word.startswith(("model=", "context"))]
@@ -206,77 +195,21 @@ def test_chat_template_padding_and_sampling_settings_round_trip(
     command("train.py", *words, "run_dir=runs/t").succeeded()
     command("tools/export_hf.py", "--run", "runs/t", "--out", "again").succeeded()
     again = AutoTokenizer.from_pretrained("again")
-    turns = [{"role": "user", "content": "Ann had a red ball."}]
-    assert again.apply_chat_template(turns) == theirs.apply_chat_template(turns)
-    assert again.pad_token_id == theirs.pad_token_id
-    assert json.loads(Path("again/config.json").read_text(encoding="utf-8"))["pad_token_id"] == (
-        theirs.pad_token_id
-    )
+    assert again.chat_template == theirs.chat_template
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(again, name) == getattr(theirs, name)
+    model = AutoModelForCausalLM.from_pretrained("again")
+    assert model.config.pad_token_id == theirs.pad_token_id
     sampling = GenerationConfig.from_pretrained("again")
     assert (sampling.temperature, sampling.top_k, sampling.do_sample) == (0.6, 20, True)
-
-
-IDS = ("bos_token_id", "eos_token_id")
-
-
-@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
-@pytest.mark.parametrize("generation", [None, {"eos_token_id": [3, 2], "top_p": 0.9}])
-def test_special_token_ids_and_all_chat_templates_round_trip(
-    kind, generation, published, command, tokenizer, tmp_path
-):
-    """This includes contradictory ids, and templates in any file."""
-    from transformers import AutoTokenizer
-
-    if kind == "tokenizer.json":
-        folder = shutil.copytree(published("SmolLM3-3B")[0], tmp_path / "model")
-        spoiled(folder, "config.json", bos_token_id=0, eos_token_id=3)
-    else:
-        folder = tmp_path / "model"
-        saved(tmp_path / "old", tree_of("llama"), tokenizer)
-        command("tools/export_hf.py", "--run", "old", "--out", str(folder)).succeeded()
-        spoiled(folder, "config.json", bos_token_id=7, eos_token_id=2)
-        spoiled(folder, "tokenizer_config.json", add_bos_token=False)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    theirs = AutoTokenizer.from_pretrained(folder)
-    theirs.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE * 2, "é.v2": "{{ 1 }}"}
-    written = tmp_path / "written"
-    theirs.save_pretrained(written)
-    shutil.copy(written / "chat_template.jinja", folder)
-    shutil.copytree(written / "additional_chat_templates", folder / "additional_chat_templates")
-
-    note = command("tools/import_hf.py", str(folder), "--out", "new").succeeded().err
-    command("tools/export_hf.py", "--run", "new", "--out", "again").succeeded()
-    again = AutoTokenizer.from_pretrained("again")
-    assert again.chat_template == theirs.chat_template
-    assert (again.bos_token, again.eos_token) == (theirs.bos_token, theirs.eos_token)
-    came, went = (
-        json.loads((place / "config.json").read_text(encoding="utf-8"))
-        for place in (folder, Path("again"))
-    )
-    assert [went[key] for key in IDS] == [came[key] for key in IDS]
-    file = Path("again/generation_config.json")
-    assert file.exists() == (generation is not None)
-    if generation is not None:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        assert content | generation == content and not {"bos_token_id", "imported_ids"} & {*content}
-    # A BOS that is never prepended is reported.
-    assert f"note: config.json has bos_token_id {came['bos_token_id']}, " in note
-
-
-def test_a_chat_template_whose_name_is_a_path_is_refused(published, tmp_path):
-    tokenizer = Tokenizer.load(checkpoint.find_model(published("SmolLM3-3B")[1]) / "tokenizer.json")
-    templates = json.dumps({"../../evil": "text"}).encode()
-    tokenizer.files = tokenizer.files | {"additional_chat_templates.json": templates}
-    with pytest.raises(ValueError, match="template's name must not be a path"):
-        kept_files(tokenizer)
+    assert sampling.eos_token_id == model.generation_config.eos_token_id == [3, 2]
+    assert Tokenizer.load(tokenizer_file(checkpoint.find_model("runs/t"))).eos_ids == (3, 2)
 
 
 NOTES = {
-    "Qwen3-0.6B": ["'e\\u0301' decodes to '\\xe9'"],  # NFC
-    "Mistral-7B-v0.3": ["' a' decodes to 'a'", "'a\\u2581b' decodes to 'a b'"],
-    "SmolLM2-135M": [],
+    "Qwen3-0.6B": "'e\\u0301 \\xe9' decodes to",  # NFC
+    "Mistral-7B-v0.3": "' a' decodes to 'a'",
+    "SmolLM2-135M": None,
 }
 
 
@@ -284,9 +217,8 @@ NOTES = {
 def test_the_import_reports_texts_that_do_not_round_trip(family, published, command):
     folder, _ = published(family)
     result = command("tools/import_hf.py", str(folder), "--out", "new").succeeded()
-    notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
-    expected = "note: the tokenizer changes some texts, such as " + ", ".join(NOTES[family])
-    assert notes == ([expected] if NOTES[family] else [])
+    assert result.err.count("\n") == (NOTES[family] is not None)
+    assert (NOTES[family] or "") in result.err
 
 
 def spoiled(folder: Path, name: str, **entries: object) -> None:
@@ -296,84 +228,44 @@ def spoiled(folder: Path, name: str, **entries: object) -> None:
     )
 
 
+NO_EOS = {"eos_token_id": None}
 DAMAGES = {
-    "not a tokenizer": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}", encoding="utf-8"),
-        "no model with a tokenizer (",
+    "not a tokenizer": lambda folder: write(folder / "tokenizer.json", "{}"),
+    "no EOS": lambda folder: [
+        (folder / "generation_config.json").unlink(),
+        spoiled(folder, "config.json", **NO_EOS),
+        spoiled(folder, "tokenizer_config.json", eos_token=None),
+    ],
+    "EOS is a number": lambda folder: [
+        spoiled(folder, "generation_config.json", **NO_EOS),
+        spoiled(folder, "config.json", **NO_EOS),
+        spoiled(folder, "tokenizer_config.json", eos_token=5),
+    ],
+    "a list": lambda folder: write(folder / "generation_config.json", "[1]"),
+    "nested": lambda folder: write(folder / "tokenizer_config.json", 100_000 * "["),
+    "no unknown": lambda folder: spoiled(
+        folder,
+        "tokenizer.json",
+        model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
+        added_tokens=[],
+        pre_tokenizer=None,
     ),
-    "no EOS": (
-        lambda folder: [
-            (folder / "generation_config.json").unlink(),
-            spoiled(folder, "config.json", eos_token_id=None),
-            spoiled(folder, "tokenizer_config.json", eos_token=None),
-        ],
-        "a tokenizer needs EOS",
+    "no tokens": lambda folder: spoiled(
+        folder, "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]
     ),
-    "EOS is a number": (
-        lambda folder: [
-            spoiled(folder, "generation_config.json", eos_token_id=None),
-            spoiled(folder, "config.json", eos_token_id=None),
-            spoiled(folder, "tokenizer_config.json", eos_token=5),
-        ],
-        "a tokenizer needs EOS",
-    ),
-    "a list": (
-        lambda folder: (folder / "generation_config.json").write_text("[1]", encoding="utf-8"),
-        "missing or have wrong types",
-    ),
-    "nested": (
-        lambda folder: (folder / "tokenizer_config.json").write_text(
-            100_000 * "[", encoding="utf-8"
-        ),
-        "missing or have wrong types",
-    ),
-    "no unknown": (
-        lambda folder: spoiled(
-            folder,
-            "tokenizer.json",
-            model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
-            added_tokens=[],
-            pre_tokenizer=None,
-        ),
-        "WordLevel error: Missing [UNK] token",
-    ),
-    "no tokens": (
-        lambda folder: spoiled(
-            folder,
-            "tokenizer.json",
-            model={"type": "BPE", "vocab": {}, "merges": []},
-            added_tokens=[],
-        ),
-        "a tokenizer needs EOS",
-    ),
-    "growing": (
-        lambda folder: spoiled(
-            folder,
-            "tokenizer.json",
-            normalizer={
-                "type": "Sequence",
-                "normalizers": 40
-                * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}],
-            },
-        ),
-        "replacements may make a text",
-    ),
-    "outside": (
-        lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),
-        "a tokenizer needs EOS",
-    ),
-    "more tokens than rows": (
-        lambda folder: spoiled(folder, "config.json", vocab_size=200),
-        "the tokenizer does not fit the model",
-    ),
+    "outside": lambda folder: spoiled(folder, "generation_config.json", eos_token_id=[2, 128001]),
+    "more tokens than rows": lambda folder: spoiled(folder, "config.json", vocab_size=200),
 }
+
+
+def write(file: Path, content: str) -> None:
+    file.write_text(content, encoding="utf-8")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_unsupported_tokenizer_is_refused_in_one_line(damage, published, command, tmp_path):
-    spoil, said = DAMAGES[damage]
-    folder = tmp_path / "model"
-    shutil.copytree(published("SmolLM2-135M")[0], folder)
-    spoil(folder)
+    folder = shutil.copytree(published("SmolLM2-135M")[0], tmp_path / "model")
+    DAMAGES[damage](folder)
     result = command("tools/import_hf.py", str(folder), "--out", "new")
-    assert result.code == 2 and said in result.err and result.err.count("\n") == 1, result.err
+    assert result.code == 2 and result.err.count("\n") == 1, result.err
+    assert not Path("new").exists()

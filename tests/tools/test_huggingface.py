@@ -8,6 +8,7 @@ from run.instantiate import instantiate
 from tests.conftest import close, redraw, tree_of
 from tests.tools.test_parity import CLASSES
 from tools.formats.hf_config import IMPORTED, from_hf_config, to_hf_config
+from tools.formats.layer_knobs import attention_knobs
 from tools.formats.weights import hf_weights
 
 BACK = [variant for variant, name in CLASSES.items() if f"{name}ForCausalLM" in IMPORTED]
@@ -21,6 +22,13 @@ LLAMA3 = {
 }
 
 
+def read_back(config: dict) -> dict:
+    from transformers import AutoConfig
+
+    (name,) = config["architectures"]
+    return from_hf_config(AutoConfig.for_model(**config).to_dict(), name)
+
+
 @pytest.mark.parametrize(
     ("scaling", "kind", "knobs"),
     [
@@ -31,18 +39,14 @@ LLAMA3 = {
 )
 def test_configs_of_transformers_4_can_be_read(scaling, kind, knobs):
     """transformers 4 wrote rope_theta and rope_scaling, and omitted defaults or wrote null."""
-    from transformers import AutoConfig
-
     config = to_hf_config(tree_of("llama"))
-    for key in ("mlp_bias", "head_dim"):
+    for key in ("mlp_bias", "head_dim", "rope_parameters"):
         del config[key]
     config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None}
-    _, tree = from_hf_config(config | {"pretraining_tp": 1})
+    tree = read_back(config | {"pretraining_tp": 1})
     attention = tree["attention"]
     assert attention["rope_scaling"] == {"_target_": f"model.rope.{kind}"} | knobs
     assert (attention["rope_base"], attention["kv_heads"]) == (500000.0, 4)
-    theirs = AutoConfig.for_model(**config).rope_parameters
-    assert (theirs["rope_theta"], theirs["factor"]) == (500000.0, knobs["factor"])
 
 
 def test_a_top_level_original_context_takes_precedence():
@@ -54,14 +58,14 @@ def test_a_top_level_original_context_takes_precedence():
     theirs = AutoConfig.for_model(**config)
     theirs.standardize_rope_params()  # as transformers does before computing frequencies
     assert theirs.rope_parameters["original_max_position_embeddings"] == 16
-    assert from_hf_config(config)[1]["attention"]["rope_scaling"]["context"] == 16
+    assert read_back(config)["attention"]["rope_scaling"]["context"] == 16
 
 
 @pytest.mark.parametrize("variant", BACK)
 def test_an_exported_config_is_read_back_unchanged(variant):
     """An exported config builds equal modules, even if a size is null."""
     tree = tree_of(*variant.split(), "model.depth=3")
-    _, again = from_hf_config(to_hf_config(tree))
+    again = read_back(to_hf_config(tree))
     blocks = [build_model(each, "meta").blocks for each in (tree, again)]
     for ours, theirs in zip(*blocks, strict=True):
         plain = [
@@ -115,7 +119,20 @@ def test_a_rope_scaling_that_transformers_lacks_is_refused():
 
 def test_mistral_layer_types_must_match_the_window():
     config = to_hf_config(tree_of("sliding_window", "attention.qk_norm=null"))
-    assert from_hf_config(config)[1]["attention"]["window"] == 5
+    assert read_back(config)["attention"]["window"] == 5
     # transformers would ignore layer_types.
     with pytest.raises(ValueError, match="sliding_window=5"):
-        from_hf_config(config | {"layer_types": ["full_attention"] * 2})
+        read_back(config | {"layer_types": ["full_attention"] * 2})
+
+
+def test_entries_that_a_class_fills_in_are_read():
+    """For example, Qwen2 and SmolLM3 derive the kinds of layers from an interval."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    config = sizes | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    config |= {"no_rope_layer_interval": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    layers = attention_knobs(read_back(config))
+    assert [layer["rope_base"] for layer in layers] == [2000000.0, None] * 2
+    config = sizes | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    layers = attention_knobs(read_back(config | {"num_key_value_heads": 2}))
+    assert [layer["window"] for layer in layers] == [None, 5, 5, 5]

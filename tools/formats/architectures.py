@@ -35,7 +35,6 @@ class Llama(Architecture):
     """Llama 2 and 3, 2307.09288 and 2407.21783."""
 
     model_type = "llama"
-    defaults = Architecture.defaults | {"num_key_value_heads": None, "rope_theta": 10000.0}
 
 
 class Qwen3(Architecture):
@@ -44,12 +43,6 @@ class Qwen3(Architecture):
     model_type = "qwen3"
     fixed_knobs = {"qk_norm": "before_rope"}
     free_knobs = ("bias", "window")
-    defaults = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_sliding_window": False,
-    }
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         window = common_value(layers, "window")
@@ -81,8 +74,6 @@ class SmolLM3(Qwen3):
     model_type = "smollm3"
     fixed_knobs = {}
     free_knobs = ("bias", "window", "rope_base")
-    # transformers 4 leaves tie_word_embeddings out if embeddings are tied.
-    defaults = Qwen3.defaults | {"head_dim": None, "tie_word_embeddings": True}
 
 
 class Qwen2(Qwen3):
@@ -92,7 +83,6 @@ class Qwen2(Qwen3):
     fixed_knobs = {"bias": True}
     free_knobs = ("window",)
     zeros = ("o_proj.bias",)
-    defaults = Qwen3.defaults | {"head_dim": None, "attention_bias": True}
 
 
 class Llama4(Architecture):
@@ -103,7 +93,13 @@ class Llama4(Architecture):
 
     model_type = "llama4_text"
     free_knobs = ("bias", "chunk", "rope_base")
-    constants = {"moe_layers": [], "use_qk_norm": True, "attn_temperature_tuning": False}
+    # vLLM reads the second entry, in which 0 means no layer with experts.
+    constants = {
+        "moe_layers": [],
+        "interleave_moe_layer_step": 0,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": False,
+    }
     names = LLAMA_NAMES | {"ffn": "feed_forward"}
 
     def required_knobs(self, layer: dict) -> dict:

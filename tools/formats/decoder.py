@@ -75,10 +75,6 @@ class Architecture:
     # Suffixes of our parameters that the class lacks and that must be zero.
     zeros = ()
 
-    # For an imported class: entries that may be missing or null, and their default values. None
-    # means that the default is derived from other entries. All other entries are required.
-    defaults = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": None}
-
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         """Return the options of a model that this class cannot express, as KEY=VALUE."""
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}

@@ -1,8 +1,7 @@
 """Convert our model configs to and from a class of `transformers` and its config.json."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from pathlib import Path
 
 from model.build import build_model
 from run.checkpoint import MOST_LAYERS
@@ -18,7 +17,7 @@ from tools.formats.decoder import (
 )
 from tools.formats.hf_rope import rope_from_hf, rope_to_hf
 from tools.formats.layer_knobs import HYBRID, attention_knobs
-from tools.formats.special_tokens import malformed
+from tools.formats.verify import LOCAL, import_transformers, malformed
 
 # Classes of published models that our layers can express and that store tensors as we do.
 CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
@@ -33,53 +32,34 @@ SHAPE = {
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-# Our keys -> entries of config.json, for error messages.
-ENTRIES = SHAPE | {
-    "activation": "hidden_act",
-    "kv_heads": "num_key_value_heads",
-    "rope_base": "rope_theta",
-    "window": "sliding_window",
-}
-OUR_KEY = re.compile(r"\b(?:model|attention|ffn)\.(\w+)|\b(\w+)(?==)")
-# Entries that are not compared with our own export: positions, which may be written in several
-# ways, and entries that change no logits. `transformers` may act on any other entry.
-READ = {"rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"}
+# Entries that are not compared with our own export: positions, which are read or refused below, and
+# entries that change no logits. `transformers` may act on any other entry.
+READ = {"rope_parameters", "original_max_position_embeddings"}
 IGNORED = {
     "_attn_implementation_autoset",
     "_commit_hash",
     "_name_or_path",
     "attention_dropout",
     "bos_token_id",
-    "chunk_size_feed_forward",
     "classifier_dropout",
     "do_sample",
     "dtype",
     "eos_token_id",
     "gradient_checkpointing",
-    "id2label",
     "initializer_range",
-    "is_encoder_decoder",
     "is_llama_config",
-    "label2id",
     "max_length",
     "max_sequence_length",
     "max_window_layers",
-    "name_or_path",
     "no_rope_layer_interval",
-    "num_labels",
-    "output_attentions",
-    "output_hidden_states",
     "pad_token_id",
     "pretraining_tp",
-    "problem_type",
-    "return_dict",
     "rope_interleaved",
     "sep_token_id",
     "temperature",
     "tokenizer_class",
     "top_k",
     "top_p",
-    "torch_dtype",
     "transformers_version",
     "unk_token_id",
     "use_cache",
@@ -160,8 +140,26 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
     return nearest
 
 
-def from_hf_config(config: dict) -> tuple[str, dict]:
-    """Return the name of the class of a config.json, and the model that the config.json describes.
+def read_config(folder: Path) -> tuple[str, dict]:
+    """Return the name of the class of a folder's model, and the model as a config of ours.
+
+    Raises ValueError for a model that our layers cannot express.
+    """
+    content = read_json(folder / "config.json")
+    with malformed(f"not a config of a model ({folder / 'config.json'})"):
+        names = content["architectures"]
+        if len(names) != 1 or names[0] not in IMPORTED:
+            raise ValueError(
+                f"unknown architecture ({names}). fix: use one of {', '.join(IMPORTED)}"
+            )
+        if content["num_hidden_layers"] > MOST_LAYERS:
+            raise ValueError(f"too many layers: the limit is {MOST_LAYERS}")
+        config = import_transformers().AutoConfig.from_pretrained(folder, **LOCAL)
+        return names[0], from_hf_config(config.to_dict(), names[0])
+
+
+def from_hf_config(entries: dict, name: str) -> dict:
+    """Return the model that a config describes, in which transformers has filled in all defaults.
 
     The model is built from the entries that we read, then exported again: every entry, except those
     that change no logits, must have the value that we would write. For example, we do not read
@@ -169,69 +167,40 @@ def from_hf_config(config: dict) -> tuple[str, dict]:
     so is one with a `quantization_config`.
     Raises ValueError for a model that our layers cannot express.
     """
-    names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1
-    if not is_one or names[0] not in IMPORTED:
-        raise ValueError(
-            f"unknown architecture (config.json: {names}). fix: use one of {', '.join(IMPORTED)}"
-        )
-    (name,) = names
     architecture = ARCHITECTURES[name]
-    with malformed(f"not a config of {name}"):
-        entries = with_defaults(config, architecture)
-        tree = read_model(entries, architecture)
-        layers = attention_knobs(tree)
-        different = sorted(architecture.misfits(tree, layers))
-        with own_words(name):
-            config_of_tree = to_hf_config(tree, name)
-        written = {"layer_types": layer_types(layers), "is_causal": True} | config_of_tree
+    # In a class without layer types, a window applies to all layers.
+    has_window = entries.get("sliding_window") is not None
+    layer_type = "sliding_attention" if has_window else "full_attention"
+    entries = {"layer_types": [layer_type] * entries["num_hidden_layers"]} | entries
+    tree = read_model(entries, architecture)
+    layers = attention_knobs(tree)
+    different = sorted(architecture.misfits(tree, layers))
+
     # Compare it with our own export.
-    for entry in sorted((entries.keys() | written.keys()) - READ - IGNORED):
-        if entries.get(entry) != written.get(entry):
-            different.append(f"{entry}={entries.get(entry)}")
+    export = to_hf_config(tree, name)
+    written = {"layer_types": layer_types(layers), "is_causal": True}
+    written |= import_transformers().AutoConfig.for_model(**export).to_dict()
+    for entry in sorted(entries.keys() - READ - IGNORED):
+        if entries[entry] != written.get(entry):
+            different.append(f"{entry}={entries[entry]}")
     if different:
         raise ValueError(
             f"our layers cannot express this {name} (config.json: {', '.join(different)}). fix: "
             "use a different model, or delete entries that the model does not need"
         )
-    return name, tree
+    return tree
 
 
-@contextmanager
-def own_words(name: str) -> Iterator[None]:
-    """Rewrite errors of our layers about invalid values to name the entries of config.json."""
+def read_json(file: Path) -> dict:
+    """Return the content of a JSON file. Raises ValueError, naming the file, if this fails."""
     try:
-        yield
-    except ValueError as error:
-        what = str(error).partition(". fix: ")[0]
-        what = OUR_KEY.sub(lambda key: ENTRIES.get(key[1] or key[2], key[0]), what)
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return dict(content)
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(
-            f"our layers cannot express this {name} (config.json: {what}). fix: use a different "
-            "model"
+            f"missing or not a JSON object ({file}: {error}). fix: download all files of the "
+            "model. A run or checkpoint of attend does not have to be imported"
         ) from None
-
-
-def with_defaults(config: dict, architecture: Architecture) -> dict:
-    """Return the config with default values for entries that are missing or null."""
-    depth = config["num_hidden_layers"]
-    if depth > MOST_LAYERS:
-        raise RuntimeError(f"too many layers: the limit is {MOST_LAYERS}")
-    # Derive two entries from others.
-    heads = config["num_attention_heads"]
-    derived = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
-    entries = dict(architecture.defaults)
-    for entry, value in derived.items():
-        if entry in entries:
-            entries[entry] = value
-    # In Mistral, the window applies to all layers.
-    layer_type = "full_attention"
-    if architecture.model_type == "mistral" and config["sliding_window"] is not None:
-        layer_type = "sliding_attention"
-    entries |= {"layer_types": [layer_type] * depth, "is_causal": config.get("is_causal", True)}
-    entries |= {key: value for key, value in config.items() if value is not None}
-    if not entries.get("use_sliding_window", True):
-        entries.pop("sliding_window", None)
-    return entries
 
 
 def read_model(config: dict, architecture: Architecture) -> dict:
@@ -241,7 +210,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     if "rope_base" in architecture.free_knobs:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
-        raise LookupError("layer_types or no_rope_layers do not match num_hidden_layers")
+        raise ValueError("layer_types or no_rope_layers do not match num_hidden_layers")
     # Layers of the same type are one kind if all of them have RoPE or all of them lack it.
     kinds = {}
     pattern = []
@@ -270,8 +239,9 @@ def read_layer(config: dict, architecture: Architecture, layer_type: str, has_ro
     windows = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
     knobs |= {
         "kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
-        "bias": config["attention_bias"],
+        "head_dim": config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"],
+        "bias": config.get("attention_bias", architecture.fixed_knobs.get("bias", False)),
         "dropout": 0.0,
         "window": windows[layer_type],  # KeyError for a type that the class lacks
     }

@@ -48,15 +48,15 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
 
 
 def rope_from_hf(config: dict) -> dict:
-    """Return our knobs `rope_base` and `rope_scaling` for a config.json.
+    """Return our knobs `rope_base` and `rope_scaling` for a config of transformers 5.
 
     Raises ValueError for a scaling that we do not support.
     """
-    # transformers 4 has `rope_scaling`, with the base in a separate entry.
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    base = parameters.get("rope_theta") or config["rope_theta"]
+    parameters = {
+        key: value for key, value in config["rope_parameters"].items() if value is not None
+    }
+    rope_type = parameters["rope_type"]
+    base = parameters["rope_theta"]
     known = SCALINGS.get(rope_type)
     unknown_keys = parameters.keys() - OTHER_KEYS
     if known is not None:
@@ -69,12 +69,7 @@ def rope_from_hf(config: dict) -> dict:
         )
     if known is None:
         return {"rope_base": base, "rope_scaling": None}
-    parameters = {
-        "original_max_position_embeddings": config["max_position_embeddings"],
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        **parameters,
-    }
+    parameters = {"beta_fast": 32.0, "beta_slow": 1.0, **parameters}
     # transformers prefers a value outside `rope_parameters`.
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
