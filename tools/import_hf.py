@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from data.tokenizer import JsonTokenizer
+from data.tokenizer import SPACE, JsonTokenizer, SentencePieceTokenizer
 from model.build import build_model
 from run import errors
 from run.cli import Parser, user_path
@@ -121,13 +121,12 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
     """
     library = import_transformers()
     with malformed(f"no tokenizer that transformers can read ({folder})"):
-        # transformers 5 reads a tokenizer.model without BOS, unless an entry asks for it.
-        options = {}
         config = read_optional(folder / "tokenizer_config.json")
-        if not (folder / "tokenizer.json").exists() and "add_bos_token" not in config:
-            options["add_bos_token"] = True
-            say("note: BOS is prepended to prompts (tokenizer_config.json has no add_bos_token)")
-        theirs = library.AutoTokenizer.from_pretrained(folder, **LOCAL, **options)
+        is_described = {"tokenizer_class", "add_prefix_space"} & config.keys()
+        if (folder / "tokenizer.json").exists() or is_described:
+            theirs = library.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        else:
+            theirs = read_sentencepiece(folder, config)
         if not theirs.is_fast:
             raise ValueError(f"{type(theirs).__name__} has no tokenizer.json")
         files = {}
@@ -155,6 +154,28 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
             f"this tokenizer is not supported ({folder}: {difference}). fix: use a different model"
         )
     return ours
+
+
+def read_sentencepiece(folder: Path, config: dict):
+    """Read a tokenizer.model of which no class is known, as transformers 4 did: with BOS.
+
+    Raises ValueError if transformers encodes a text differently from SentencePiece.
+    """
+    options = {"add_bos_token": True} | config | LOCAL
+    theirs = import_transformers().LlamaTokenizer.from_pretrained(folder, **options)
+    own = SentencePieceTokenizer({"tokenizer.model": (folder / "tokenizer.model").read_bytes()})
+    for text in TEXTS:
+        tokens = own.encode(text)
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        # Some models trim spaces, which transformers keeps, and a space in front is one token there.
+        is_lossless = own.change(text, tokens) is None and not text.startswith(" ")
+        if ids != tokens and is_lossless and SPACE not in text:
+            raise ValueError(
+                f"SentencePiece and transformers differ ({folder}: {text!a} gives {tokens} and "
+                f"{ids}). fix: set tokenizer_class, add_bos_token and add_prefix_space in "
+                "tokenizer_config.json"
+            )
+    return theirs
 
 
 def special_ids(folder: Path, tokenizer) -> dict:
