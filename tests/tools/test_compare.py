@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.conftest import LONG, ROOT, TINY, settings_of
 from tests.faults.harness import wait_for
@@ -19,7 +20,7 @@ from tests.run.forks import Forked
 from tests.tools.pages import table
 from tools.compare import jobs, measures
 from tools.compare.jobs import locked
-from tools.compare.runs import Run, group_by_variant, median_of_log
+from tools.compare.runs import Run, differences, group_by_variant, median_of_log
 
 COMPARE = "tools/compare/__main__.py"
 STEPS = ("steps=4", "eval_every=2", "save_every=1")
@@ -165,6 +166,11 @@ def test_only_one_comparison_at_a_time_trains_in_a_folder(command, words, quick)
         refused = command(COMPARE, *words, "--dir", "out")
     assert refused.code == 2 and "another process" in refused.err
     assert not Path("out/runs.jsonl").exists()
+    # The run of a comparison that was killed may still be training.
+    Path("out/run-0").mkdir()
+    with FileLock("out/run-0/.lock"):
+        command(COMPARE, *words, "--dir", "out")
+    assert not Path("out/runs.jsonl").exists() and [*Path("out").glob("*.log")] == []
     command(COMPARE, *words, "--dir", "out").succeeded()
 
 
@@ -254,6 +260,20 @@ def test_runs_of_train_py_are_grouped_by_their_settings():
     assert groups == {"test": [one, other], "test-3": [window]}
     with pytest.raises(ValueError, match="test-2"):
         group_by_variant([one, replace(one, folder=Path("test-2"))])
+    # Two comparisons may have different variants of the same name.
+    with pytest.raises(ValueError, match=r"model\.attention\.window"):
+        group_by_variant([replace(run, baseline="test") for run in (one, window)])
+
+
+def test_a_run_differs_if_an_option_is_added_or_left_out():
+    plain, scaled = (
+        settings_of(*TINY, *words).model_dump()
+        for words in ((), ("attention=gqa", "attention.rope_scaling={_target_: model.rope.YaRN}"))
+    )
+    for old, new in ((plain, scaled), (scaled, plain)):
+        assert [*differences(old, new)] == ["model.attention.rope_scaling"]
+    del plain["clip"]  # a key that an earlier version lacked
+    assert [*differences(plain, settings_of(*TINY).model_dump())] == []
 
 
 def test_the_median_speed_excludes_the_first_line():

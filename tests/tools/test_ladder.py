@@ -47,3 +47,13 @@ def test_a_report_on_several_sizes_has_the_trend(tmp_path, steps, trend):
     assert rows["kda"]["trend"] == trend and rows["kda"]["verdict there"] == "better"
     assert rows["kda"]["dim 96"].startswith("-0.0500 [")
     assert (tmp_path / "text-ladder.svg").exists()
+
+
+def test_sizes_with_different_baselines_have_no_trend(tmp_path):
+    runs = []
+    for dim, names in ((64, ("gqa", "kda")), (96, ("kda", "gqa"))):
+        for name in names:
+            for seed in range(3):
+                runs.append(text_run(name, seed, 1 + 0.01 * seed, f"model.dim={dim}"))
+    summary = report.write_report(tmp_path, runs, {}, margin=0.01)
+    assert "trend" not in summary and not (tmp_path / "text-ladder.svg").exists()

@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
         problems = {job.run_dir.name: job.outcome for job in jobs if job.run is None}
         runs = [job.run for job in jobs if job.run is not None]
     for run in runs:
-        if run.has_diverged:
+        if run.has_diverged and run.factor is None:
             problems[run.folder.name] = "diverged"
     if not args.quick:
         measure_checkpoints(runs)

@@ -13,11 +13,13 @@ SOLVED = 0.9  # minimum accuracy of a run that has solved a task
 # Verdicts that are withheld.
 AT_EDGE = "best rate at the edge"
 DIVERGED = "seeds diverged"
-# What the runs of a table must share, except if the comparison varies one of these keys.
+# What the runs of a table must share, and the keys that change it. If a comparison varies such a
+# key, the runs with the same value of this key must share it.
 SHARED = {
-    "text": ("data.vocab_size", "data.tokenizer"),
+    "text": ("vocab_size", "tokenizer"),
     "context": ("context",),
-    "evaluated tokens": ("context", "data.vocab_size", "data.tokenizer"),
+    "evaluated tokens": ("context", "vocab_size", "tokenizer"),
+    "metric": (),
 }
 
 
@@ -88,7 +90,7 @@ def sort_runs(runs: list[Run]) -> Comparison:
     groups = group_by_variant(judged)
     baseline = runs[0].baseline or runs[0].name
     if runs[0].baseline is None and judged and judged[0] is runs[0]:
-        baseline = next(iter(groups))  # the group of the first run, which may be named otherwise
+        baseline = next(iter(groups))  # the group of the first run, which may have another title
     if baseline not in groups:
         return Comparison({}, baseline, losses, diverged)
     comparison = Comparison(groups, baseline, losses, diverged)
@@ -106,24 +108,27 @@ def sort_runs(runs: list[Run]) -> Comparison:
 
 
 def require_shared(runs: list[Run]) -> None:
-    """Raise ValueError if runs of a task differ in one of SHARED that no comparison of them varies."""
-    finished = [run for run in runs if not run.has_diverged]
+    """Raise ValueError if runs of a task differ in one of SHARED that no comparison varies."""
     for name, keys in SHARED.items():
-        places = {}  # a folder for each value
-        for run in finished:
-            values = {
+        places = {}  # the folder of the first run, by the values of the varied keys
+        for run in runs:
+            if run.has_diverged:
+                continue
+            options = run.settings | run.settings["data"]
+            swept = [key.rpartition(".")[2] for key in run.swept]
+            varied = [str(options.get(key)) for key in keys if key in swept]
+            shared = {
                 "text": run.settings["text"],
                 "context": run.settings["context"],
                 "evaluated tokens": run.last.get("eval_tokens"),
+                "metric": run.metric,
             }
-            places.setdefault(values[name], run.folder)
-        is_swept = all(not {*run.swept}.isdisjoint(keys) for run in finished)
-        if len(places) > 1 and not is_swept:
-            found = ", ".join(f"{str(value)[:8]} in {folder}" for value, folder in places.items())
-            raise ValueError(
-                f"these runs cannot be compared, because they differ in {name} ({found}). fix: "
-                "report on them separately"
-            )
+            value, folder = places.setdefault(tuple(varied), (shared[name], run.folder))
+            if shared[name] != value:
+                raise ValueError(
+                    f"these runs cannot be compared, because they differ in {name} ({value} in "
+                    f"{folder}, {shared[name]} in {run.folder}). fix: report on them separately"
+                )
 
 
 def judge_losses(comparison: Comparison, margin: float) -> tuple[dict[str, Verdict], bool]:

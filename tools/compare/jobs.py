@@ -20,10 +20,10 @@ from tqdm import tqdm
 from run import ROOT, checkpoint, errors
 from run.errors import IntegrityError
 from run.progress import say
-from run.settings import as_typed, flatten
+from run.settings import as_typed
 from run.signals import Signals
 from run.threads import cores, cpu_quota
-from tools.compare.runs import Run, command, commit, read_records
+from tools.compare.runs import Run, command, commit, differences, read_records
 
 # Keys of a run that may differ when a comparison continues: its place, and where it logs.
 MAY_DIFFER = ("run_dir", "resume", "wandb")
@@ -74,27 +74,18 @@ class Job:
             with suppress(IntegrityError):  # train.py will report it
                 newest = checkpoint.newest_checkpoint(self.run_dir)
                 previous = None if newest is None else checkpoint.load_config(newest)
-        different = self.differences(previous)
+        different = []
+        if previous is not None:
+            keys = differences(previous, self.settings)
+            different = sorted(key for key in keys if key not in MAY_DIFFER)
         if run is not None and not different:
             self.run = run
             self.end("finished before")
+        elif is_in_use(self.run_dir):
+            self.end("still being trained by an earlier command. fix: run this one again later")
         elif different:
             say(f"{self.run_dir.name}: training again, with different {', '.join(different)}")
             set_aside(self.run_dir)
-
-    def differences(self, previous: dict | None) -> list[str]:
-        """Return the keys in which a run differs from the run that is planned.
-
-        A key that the version of the run did not have yet does not count.
-        """
-        if previous is None:
-            return []
-        keys = dict(flatten(previous))
-        different = []
-        for key, value in flatten(self.settings):
-            if key not in MAY_DIFFER and keys.get(key, value) != value:
-                different.append(key)
-        return different
 
     def match_baseline(self) -> None:
         """Compile if the baseline did; if time is limited, train on the baseline's token count."""
@@ -155,6 +146,20 @@ class Job:
             )
             self.run.append_to_records()
         self.end(outcome)
+
+
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a process is training in a run's folder, such as one whose comparison was killed."""
+    file = run_dir / ".lock"
+    if not file.exists():
+        return False
+    lock = FileLock(file, blocking=False, fallback_to_soft=False)
+    try:
+        checkpoint.acquire(lock)
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def set_aside(run_dir: Path) -> None:

@@ -1,5 +1,7 @@
 """Judge whether differences from the baseline grow or shrink with model size."""
 
+import re
+
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
@@ -18,17 +20,21 @@ these sizes.
 
 def make_ladder(
     comparisons: list[Comparison], answers: dict[int, str], margin: float
-) -> tuple[str, str, str, Figure, DataFrame, str]:
+) -> tuple[str, str, str, Figure, DataFrame, str] | None:
     """Compare the differences at several sizes; return the contents of a report's section.
 
-    `answers` has the answer at each size, by model.dim.
+    `answers` has the answer at each size, by model.dim. Returns None if the sizes have different
+    baselines, or no other variant in common.
     """
     comparisons = sorted(comparisons, key=flops_of_baseline)
+    baselines = {without_dim(each.baseline, each.dim) for each in comparisons}
     verdicts = []  # of each size, smallest first, by variant
     for comparison in comparisons:
         judged, _ = judge_losses(comparison, margin)
         verdicts.append({without_dim(name, comparison.dim): each for name, each in judged.items()})
     common = set.intersection(*map(set, verdicts))
+    if len(baselines) > 1 or not common:
+        return None
     names = [name for name in verdicts[-1] if name in common]
     names.sort(key=lambda name: verdicts[-1][name].difference)
     counted = [each for each, at in zip(verdicts, comparisons, strict=True) if has_learned(at)]
@@ -49,7 +55,7 @@ def make_ladder(
     better = [name for name in names if verdicts[-1][name].text == "better"]
     if better:
         answer += f" Trend of {better[0]} over the sizes: {trends[better[0]]}."
-    baseline = without_dim(largest.baseline, largest.dim)
+    (baseline,) = baselines
     figure = draw_ladder(
         [flops_of_baseline(comparison) for comparison in comparisons],
         {name: [each[name] for each in verdicts] for name in names},
@@ -73,7 +79,7 @@ def has_learned(comparison: Comparison) -> bool:
 
 def without_dim(name: str, dim: int) -> str:
     """Return a variant's name without the width that a sweep over widths adds to it."""
-    return name.replace(f"dim-{dim}", "").strip("-")
+    return re.sub(rf"(^|-)dim-{dim}(?=-|$)", "", name).strip("-")
 
 
 def judge_trend(smallest: Verdict, largest: Verdict) -> str:

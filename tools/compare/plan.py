@@ -13,7 +13,7 @@ from model.build import build_model
 from model.transformer import Transformer
 from run.settings import Settings
 from tools.compare.jobs import Job, train_all
-from tools.compare.sweep import Variants, expand_sweep, name_variants
+from tools.compare.sweep import TOKENIZERS, Variants, expand_sweep, name_variants
 from tools.compare.tuning import FACTORS, find_optimum, next_factor, rate_losses
 from training.setup import Start, open_data, read_settings
 
@@ -130,6 +130,8 @@ def plan_variants(
             settings = settings.model_copy(update={"init_from": str(start.pretrained)})
         text = corpus.sha256
         planned.append(Variant(name, words, settings, text, seeds, folder, baseline, swept))
+    if len({variant.text for variant in planned}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
+        raise ValueError("losses on different data are not comparable. fix: leave one out")
     return planned
 
 

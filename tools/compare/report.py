@@ -25,7 +25,7 @@ from tools.compare.comparison import (
 from tools.compare.ladder import make_ladder
 from tools.compare.plots import draw_forest, to_svg
 from tools.compare.runs import Run, command
-from tools.compare.statistics import Verdict, seeds_to_decide, with_interval
+from tools.compare.statistics import Samples, Verdict, seeds_to_decide, with_interval
 from tools.compare.tuning import find_optimum
 
 # The minimum for a decision. With fewer seeds, only large differences are found. With fewer tokens,
@@ -74,6 +74,10 @@ A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: 
 fewer seeds than {baseline} (Fisher's exact test). Always guessing the most frequent answer gives
 {floor:.1f} %. Each dot in the figure is a seed; equal ones hide each other.
 """
+
+
+Cells = dict[str, dict[str, str]]  # by variant and column title
+Judgment = tuple[str, list[str], Cells, Figure, str]  # answer, remedies, cells, figure, caption
 
 
 class Section(NamedTuple):
@@ -129,7 +133,9 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
     judged = [each for (task, _), each in comparisons.items() if task == "text" and each.groups]
     if len(judged) > 1:
         answers = {each.dim: sections[f"text-{each.dim}"].answer for each in judged}
-        sections = {"text-ladder": Section(*make_ladder(judged, answers, margin))} | sections
+        ladder = make_ladder(judged, answers, margin)
+        if ladder is not None:
+            sections = {"text-ladder": Section(*ladder)} | sections
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, section in sections.items():
@@ -152,53 +158,51 @@ def make_section(comparison: Comparison, title: str, margin: float) -> Section:
     if not comparison.groups:
         answer = f"No answer yet: no run of {comparison.baseline}, the baseline, has finished."
         return Section(title, answer, "", None, DataFrame(), "")
-    if comparison.is_task:
-        return judge_seeds(comparison, title)
-    return judge_texts(comparison, title, margin)
+    judge = judge_seeds if comparison.is_task else judge_texts
+    answer, remedies, cells, figure, caption = judge(comparison, margin)
+    rows = []
+    for name in comparison.groups:
+        rows.append({"variant": name, **cells[name], **cost_cells(comparison, name)})
+    gaps = f"To be sure, this needs {'; '.join(remedies)}." if remedies else ""
+    return Section(title, answer, gaps, figure, DataFrame(rows).fillna(""), caption)
 
 
-def judge_texts(comparison: Comparison, title: str, margin: float) -> Section:
+def judge_texts(comparison: Comparison, margin: float) -> Judgment:
     """Judge the variants by their losses on text."""
     baseline = comparison.baseline
     unit = comparison.first.metric_name
     verdicts, is_unequal = judge_losses(comparison, margin)
     texts = {name: verdict.text for name, verdict in verdicts.items()}
     data, remedies = find_gaps(comparison, MIN_SEEDS)
-    answer = choose(comparison, texts, data, remedies)
-    best = chosen(comparison, texts)
+    answer, best = choose(comparison, texts, data, remedies)
     if best is not None:
         answer += f" {describe_gain(comparison, best, verdicts[best])}"
-    elif answer.startswith("No variant"):
-        largest = max(each.detectable for each in verdicts.values())
-        answer += f" A difference of {largest:.2g} {unit} would have been found (80 % power)."
 
-    rows = []
+    cells = {}
     for name, runs in comparison.groups.items():
-        difference = ""
-        if name in verdicts:
-            difference = with_interval(*verdicts[name][:3])
-        judged = {
+        difference = with_interval(*verdicts[name][:3]) if name in verdicts else ""
+        cells[name] = {
             unit: f"{fmean(run.loss for run in runs):.4f}",
             "difference": difference,
             "verdict": texts.get(name, "baseline"),
         }
-        rows.append({"variant": name, **judged, **cost_cells(comparison, name)})
     figure = draw_forest(
-        {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
+        losses_of(comparison),
         baseline,
         f"difference from {baseline}, {unit} (left is better)",
         verdicts,
         margin,
     )
     caption = LOSSES.format(baseline=baseline, margin=margin)
+    detectable = [each.detectable for each in verdicts.values() if math.isfinite(each.detectable)]
+    if detectable:
+        caption += f"A difference of {max(detectable):.2g} would have been found (80 % power). "
     if is_unequal:
         caption += "Spreads differ, so the intervals are from Welch's tests (Bonferroni)."
-    return Section(
-        title, answer, describe_gaps(remedies), figure, DataFrame(rows).fillna(""), caption
-    )
+    return answer, remedies, cells, figure, caption
 
 
-def judge_seeds(comparison: Comparison, title: str) -> Section:
+def judge_seeds(comparison: Comparison, _: float) -> Judgment:
     """Judge the variants by the number of seeds that solve a task; their mean means little."""
     baseline = comparison.baseline
     task = comparison.first.task
@@ -208,8 +212,7 @@ def judge_seeds(comparison: Comparison, title: str) -> Section:
         solved[name] = f"{comparison.num_solved(name)} of {comparison.num_seeds(name)}"
     min_seeds = max(MIN_SEEDS, seeds_to_decide(max(1, len(comparison.others))))
     data, remedies = find_gaps(comparison, min_seeds)
-    answer = choose(comparison, texts, data, remedies)
-    best = chosen(comparison, texts)
+    answer, best = choose(comparison, texts, data, remedies)
     if best is not None:
         answer += f" {solved[best]} seeds solve {task}, and {solved[baseline]} of {baseline}."
     elif not any(map(comparison.num_solved, comparison.groups)):
@@ -218,60 +221,55 @@ def judge_seeds(comparison: Comparison, title: str) -> Section:
         answer = f"Keep {baseline}: {solved[baseline]} seeds solve {task}, so none does better."
         remedies = []
 
-    rows = []
+    cells = {}
     for name, runs in comparison.groups.items():
         accuracies = [100 * run.loss for run in runs]
         tokens = comparison.tokens_until_solved(name)
-        judged = {
+        cells[name] = {
             "seeds that solve it": solved[name],
             "verdict": texts.get(name, "baseline"),
-            "million tokens to solve it (median)": "never"
-            if math.isnan(tokens)
-            else f"{tokens / 1e6:.2f}",
+            "million tokens to solve it (median)": (
+                "never" if math.isnan(tokens) else f"{tokens / 1e6:.2f}"
+            ),
             "accuracy, %": f"{min(accuracies):.1f} to {max(accuracies):.1f}",
         }
-        rows.append({"variant": name, **judged, **cost_cells(comparison, name)})
     figure = draw_forest(
-        {name: [run.loss for run in runs] for name, runs in comparison.groups.items()},
-        baseline,
-        f"{comparison.first.metric_name} (right is better)",
+        losses_of(comparison), baseline, f"{comparison.first.metric_name} (right is better)"
     )
-    caption = SEEDS.format(
-        solved=100 * SOLVED, baseline=baseline, floor=100 * comparison.first.floor
-    )
-    return Section(
-        title, answer, describe_gaps(remedies), figure, DataFrame(rows).fillna(""), caption
-    )
+    floor = 100 * comparison.first.floor
+    caption = SEEDS.format(solved=100 * SOLVED, baseline=baseline, floor=floor)
+    return answer, remedies, cells, figure, caption
 
 
-def chosen(comparison: Comparison, texts: dict[str, str]) -> str | None:
-    """Return the best variant that is better than the baseline, if there is one."""
-    return next((name for name in comparison.others if texts[name] == "better"), None)
+def losses_of(comparison: Comparison) -> Samples:
+    return {name: [run.loss for run in runs] for name, runs in comparison.groups.items()}
 
 
 def choose(
     comparison: Comparison, texts: dict[str, str], data: list[str], remedies: list[str]
-) -> str:
-    """Say which variant to take, and whether that is certain.
+) -> tuple[str, str | None]:
+    """Say which variant to take and whether that is certain; also return it, if it is better.
 
     `texts` has the verdict on each variant, and `data` and `remedies` are from find_gaps().
     """
     baseline = comparison.baseline
     better = [name for name in comparison.others if texts[name] == "better"]
     withheld = {text for text in texts.values() if text in (AT_EDGE, DIVERGED)}
-    if not texts:
-        return f"{baseline} is the only variant: there is nothing to compare it with."
     if better and remedies:
         reasons = ", ".join(data) or "learning rates"
-        return f"Only a hint ({reasons}): {better[0]} looks better."
+        return f"Only a hint ({reasons}): {better[0]} looks better.", better[0]
     if better:
         also = f" (also better: {', '.join(better[1:])})" if better[1:] else ""
-        return f"Take {better[0]}{also}."
-    if data:
-        return f"Too little data to choose: {', '.join(data)}."
-    if withheld and len(withheld) == len({*texts.values()}):
-        return f"No verdict on any variant: {', '.join(sorted(withheld))}."
-    return f"No variant is better than {baseline} for certain."
+        return f"Take {better[0]}{also}.", better[0]
+
+    answer = f"No variant is better than {baseline} for certain."
+    if not texts:
+        answer = f"{baseline} is the only variant: there is nothing to compare it with."
+    elif data:
+        answer = f"Too little data to choose: {', '.join(data)}."
+    elif withheld == {*texts.values()}:
+        answer = f"No verdict on any variant: {', '.join(sorted(withheld))}."
+    return answer, None
 
 
 def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
@@ -324,10 +322,6 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
     if at_edge:
         remedies.append(f"a wider range of learning rates for {', '.join(at_edge)}")
     return data, remedies
-
-
-def describe_gaps(remedies: list[str]) -> str:
-    return f"To be sure, this needs {'; '.join(remedies)}." if remedies else ""
 
 
 def cost_cells(comparison: Comparison, name: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
@@ -19,7 +19,6 @@ from model.transformer import Transformer
 from run import ROOT, checkpoint
 from run.errors import IntegrityError
 from run.instantiate import instantiate
-from run.settings import flatten
 
 # Settings that do not define a variant: a run's name, seed, length, machine and logging intervals.
 NOT_IDENTITY = (
@@ -33,7 +32,7 @@ NOT_IDENTITY = (
     "wandb",
     "device",
     "compile",
-    "machine.",
+    "machine",
     "eval_every",
     "save_every",
     "sample_every",
@@ -103,10 +102,6 @@ class Run:
         return self.settings["name"]
 
     @property
-    def has_checkpoint(self) -> bool:
-        return any(self.folder.glob(f"checkpoints/{checkpoint.STEPS}"))
-
-    @property
     def has_diverged(self) -> bool:
         return not self.lines
 
@@ -155,12 +150,6 @@ class Run:
     def cache_bytes(self) -> int:
         """The size in bytes of a bf16 cache for one full context."""
         return self.model.cache_bytes(self.model.context, torch.bfloat16)
-
-    @property
-    def identity(self) -> str:
-        """The settings that define the variant, as JSON."""
-        pairs = flatten(self.settings)
-        return json.dumps([pair for pair in pairs if not pair[0].startswith(NOT_IDENTITY)])
 
 
 def median_of_log(lines: list[dict], key: str) -> float | None:
@@ -214,27 +203,56 @@ def read_records(folder: Path) -> dict[str, Run]:
     return runs
 
 
+def differences(old: dict, new: dict, path: str = "") -> Iterator[str]:
+    """Yield the dotted keys in which two trees of settings differ.
+
+    A key that only one of them has does not count: the version that wrote the other lacked it.
+    """
+    for key in old.keys() & new.keys():
+        if isinstance(old[key], dict) and isinstance(new[key], dict):
+            yield from differences(old[key], new[key], f"{path}{key}.")
+        elif old[key] != new[key]:
+            yield path + key
+
+
 def group_by_variant(runs: list[Run]) -> Groups:
     """Group runs that differ only in their seed.
 
     A group has the name of its runs. If runs of train.py have the same name but different settings,
-    each group has the name of its first run's folder. Raises ValueError if two runs of a group have
-    the same seed.
+    each group has the path of its first run. Raises ValueError if runs of comparisons have the same
+    name but different settings, or if two runs of a group have the same seed.
     """
-    groups = defaultdict(dict)  # (name, settings shared by all seeds) -> runs by seed
+    groups = []
     for run in runs:
-        by_seed = groups[run.name, run.identity]
-        if run.seed in by_seed:
-            raise ValueError(
-                f"two runs have the same variant and seed ({by_seed[run.seed].folder}, "
-                f"{run.folder}). fix: leave one out"
-            )
-        by_seed[run.seed] = run
+        for group in groups:
+            if group[0].name != run.name:
+                continue
+            different = [
+                key
+                for key in differences(group[0].settings, run.settings)
+                if key.partition(".")[0] not in NOT_IDENTITY
+            ]
+            if not different:
+                group.append(run)
+                break
+            if run.baseline is not None:
+                raise ValueError(
+                    f"two variants have the same name ({group[0].folder} and {run.folder} differ in "
+                    f"{', '.join(sorted(different))}). fix: report on them separately"
+                )
+        else:
+            groups.append([run])
 
-    names = [name for name, _ in groups]
     named = {}
-    for (name, _), by_seed in groups.items():
-        members = [*by_seed.values()]
-        title = name if names.count(name) == 1 else members[0].folder.name
-        named[title] = members
+    for group in groups:
+        namesakes = [other for other in groups if other[0].name == group[0].name]
+        named[group[0].name if len(namesakes) == 1 else str(group[0].folder)] = group
+        by_seed = {}
+        for run in group:
+            other = by_seed.setdefault(run.seed, run)
+            if other is not run:
+                raise ValueError(
+                    f"two runs have the same variant and seed ({other.folder}, {run.folder}). fix: "
+                    "leave one out"
+                )
     return named
