@@ -122,9 +122,10 @@ def test_documents_that_do_not_round_trip_are_reported(tmp_path, story, capfd):
     sentencepiece.SentencePieceTrainer.train(
         input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
     )
+    capfd.readouterr()
     prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert "the tokenizer does not reproduce the text" in line
+    assert "does not reproduce" in line
     assert r"' red \ufb01sh  . Ann saw ' decodes to ' red fish . Ann saw '" in line
     # Tokenizers trained here reproduce every document.
     prepare(source(story), tmp_path / "cache")
