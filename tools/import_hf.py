@@ -96,7 +96,7 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     # Both models share their weights.
     tokens = example_row(tree["vocab_size"], tree["context"], windows_of(tree))
     expected = theirs(tokens).logits
-    ours = build_model(tree, seed=None).eval()
+    ours = build_model(tree, seed=None).train(False)
     ours.load_state_dict(weights, assign=True)
     difference = logits_differ(ours(tokens), expected)
     if difference is not None:
@@ -108,10 +108,10 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     return {name: narrowed(weight, config.dtype) for name, weight in weights.items()}
 
 
-def narrowed(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weight in this dtype, if there is one and it changes no value."""
-    narrow = weight if dtype is None else weight.to(dtype)
-    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+def narrowed(weight: Tensor, dtype: object) -> Tensor:
+    """Return an fp32 weight in this dtype, if it is shorter and changes no value."""
+    narrow = weight.to(dtype) if dtype in (torch.bfloat16, torch.float16) else weight
+    return narrow if torch.equal(narrow.float(), weight) else weight
 
 
 def import_tokenizer(folder: Path) -> JsonTokenizer:

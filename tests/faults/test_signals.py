@@ -112,7 +112,7 @@ def test_a_signal_after_the_last_step_ends_a_run_immediately(job, whole, capfd):
 
 
 WAITING = {
-    "tokenizer": (preparation, "tokenizer_corpus"),
+    "tokenizer": (preparation, "tokenizer_texts"),
     "documents": (Tokenizer, "encode_documents"),
 }
 

@@ -168,10 +168,13 @@ def from_hf_config(entries: dict, name: str) -> dict:
     Raises ValueError for a model that our layers cannot express.
     """
     architecture = ARCHITECTURES[name]
+    entries = {entry: value for entry, value in entries.items() if value is not None}
     # In a class without layer types, a window applies to all layers.
-    has_window = entries.get("sliding_window") is not None
+    has_window = "sliding_window" in entries
     layer_type = "sliding_attention" if has_window else "full_attention"
     entries = {"layer_types": [layer_type] * entries["num_hidden_layers"]} | entries
+    if not entries.get("use_sliding_window", True):
+        entries.pop("sliding_window", None)
     tree = read_model(entries, architecture)
     layers = attention_knobs(tree)
     different = sorted(architecture.misfits(tree, layers))
