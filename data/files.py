@@ -98,15 +98,17 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders, following links. Hidden ones are skipped."""
+    # Following a link to a folder that contains this link would never end.
+    above = above | {folder.resolve()}
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
-        if path.is_dir():
-            yield from walk(path)
-        else:
+        if not path.is_dir():
             yield path
+        elif path.resolve() not in above:
+            yield from walk(path, above)
 
 
 def suffix_of(file: Path) -> str:
@@ -188,13 +190,16 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
     lines = []
     num_chars = 0
     is_first = True
+    is_line_start = True
     with open_text(file) as opened:
         # A line may be as long as the file, so at most half a part of it is read at once.
         for number, line in enumerate(iter(partial(opened.readline, PART_CHARS // 2), "")):
             # In UTF-16, most characters or the line ends contain a zero byte.
             if number < 2 and "\0" in line:
                 raise ValueError("not UTF-8 text, but UTF-16 or a binary format")
-            if line.strip() == separator:
+            is_separator = is_line_start and line.strip() == separator.strip()
+            is_line_start = line.endswith("\n")
+            if is_separator:
                 yield Part("".join(lines).removesuffix("\n"), is_first=is_first)
                 lines = []
                 num_chars = 0

@@ -170,12 +170,6 @@ class Text(Source):
     holdout: AtLeastTwo
 
     def __post_init__(self):
-        if self.separator != self.separator.strip():
-            raise ValueError(
-                "no line can match the separator, because whitespace around lines is ignored "
-                f"(data.separator={self.separator!r}). fix: "
-                f"data.separator={self.separator.strip()!r}"
-            )
         self.files, self.held_out_files = split_files(self.path, self.validation, TEXT_SUFFIXES)
 
     def identity(self) -> str:

@@ -311,6 +311,12 @@ class JsonTokenizer(Tokenizer):
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
+        # BOS and EOS are special even if the file does not mark them as such: text in a document
+        # never becomes BOS or EOS, and both decode to an empty string.
+        for token, added in self.processor.get_added_tokens_decoder().items():
+            if token in (self.bos, *self.eos_ids) and not added.special:
+                added.special = True
+                self.processor.add_special_tokens([added])
         self.splits_special_tokens = splits_special_tokens(files)
         # The tokenizer's post-processor may prepend BOS to a text.
         self.starts_with_bos = self.processor.encode("").ids == [self.bos]

@@ -28,7 +28,6 @@ from run.cli import Parser, add_run_option, user_path
 from run.errors import IntegrityError
 from run.progress import say
 from tools.formats.hf_config import to_hf_config
-from tools.formats.layer_knobs import attention_knobs
 from tools.formats.verify import (
     LOCAL,
     example_row,
@@ -92,14 +91,6 @@ def check_finite(weights: dict[str, Tensor], source: Path) -> None:
             )
 
 
-def save_checkpoint(
-    out: Path, weights: dict[str, Tensor], tree: dict, tokenizer: Tokenizer, source: Path
-) -> None:
-    """Write a model and its config as a checkpoint. Exits with code 4 if a weight is not finite."""
-    check_finite(weights, source)
-    checkpoint.save(out, 0, weights, {"model": tree}, tokenizer.files, {})
-
-
 def main(args: argparse.Namespace) -> None:
     with new_folder(args.out):
         architecture, misreadings = export(args)
@@ -158,7 +149,7 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
         difference = tokenizers_differ(tokenizer, theirs)
         if difference is not None:
             raise ValueError(f"{difference}. fix: import a tokenizer.json with tools.import_hf")
-    tokens = example_row(tree["vocab_size"], tree["context"], windows_of(tree))
+    tokens = example_row(tree)
     logits = model(tokens)
     del model, weights
     difference = logits_differ(logits, load_theirs(args.out)(tokens).logits)
@@ -168,12 +159,6 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
             f"{difference}). fix: pip install -r requirements-dev.txt"
         )
     return architecture, describe_misreadings(config, files)
-
-
-def windows_of(tree: dict) -> list[int]:
-    """Return the lengths of the windows and chunks in a model's layers."""
-    sizes = [layer.get(knob) for layer in attention_knobs(tree) for knob in ("window", "chunk")]
-    return [size for size in sizes if size is not None]
 
 
 def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from data.tokenizer import SPACE, JsonTokenizer, SentencePieceTokenizer
 from model.build import build_model
-from run import errors
+from run import checkpoint, errors
 from run.cli import Parser, user_path
 from run.errors import IntegrityError
 from run.progress import say
-from tools.export_hf import check_finite, new_folder, save_checkpoint, windows_of
+from tools.export_hf import check_finite, new_folder
 from tools.formats.hf_config import read_config, read_json
 from tools.formats.verify import (
     LOCAL,
@@ -65,7 +65,7 @@ def import_model(args: argparse.Namespace) -> None:
                 "model was trained with"
             )
         weights = import_weights(args.folder, architecture, tree)
-    save_checkpoint(args.out, weights, tree, tokenizer, args.folder)
+    checkpoint.save(args.out, 0, weights, {"model": tree}, tokenizer.files, {})
     texts = [tokenizer.change(text, tokenizer.encode(text)) for text in TEXTS]
     changes = [change for change in texts if change is not None]
     if changes:
@@ -94,7 +94,7 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     check_finite(weights, folder)
 
     # Both models share their weights.
-    tokens = example_row(tree["vocab_size"], tree["context"], windows_of(tree))
+    tokens = example_row(tree)
     expected = theirs(tokens).logits
     ours = build_model(tree, seed=None).train(False)
     ours.load_state_dict(weights, assign=True)

@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet, table
 
-from data.files import find_files, read_documents, read_parts
+from data.files import PART_CHARS, find_files, read_documents, read_parts
 from data.prepare import prepare
 from tests.faults.harness import documents_of, source
 
@@ -90,6 +90,10 @@ def test_a_text_file_is_split_only_at_separator_lines(tmp_path):
     text = f"one\n{SEPARATOR}\n two {SEPARATOR} 2\n\n\n{SEPARATOR}\n\n{SEPARATOR}\nthree\n"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert texts(str(tmp_path)) == ["one", f" two {SEPARATOR} 2\n\n", "three\n"]
+    # A separator at the place where a long line is cut is inside the line.
+    text = "x" * (PART_CHARS // 2) + f"{SEPARATOR}\ntwo\n"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert texts(str(tmp_path)) == [text]
 
 
 SPELLINGS = (
@@ -125,6 +129,10 @@ def test_a_folder_is_searched_through_links_and_each_file_is_read_once(tmp_path)
     (corpus / "also.txt").symlink_to(corpus / "a.txt")
     assert find_files(str(corpus)) == [corpus / "a.txt", corpus / "more" / "b.txt"]
     assert find_files(f"{corpus}/**/*.md")[0] == corpus / "c.md"
+    # Two links to a folder that contains them would be followed forever.
+    (corpus / "loop").symlink_to(corpus)
+    (corpus / "loop2").symlink_to(corpus)
+    assert find_files(str(corpus)) == [corpus / "a.txt", corpus / "more" / "b.txt"]
     (corpus / "gone.txt").symlink_to(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"gone.txt"):
         find_files(str(corpus))

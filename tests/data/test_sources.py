@@ -174,12 +174,6 @@ def test_separators_inside_lines_are_reported(tmp_path, capsys):
     assert warned == [True, False, False]
 
 
-def test_a_separator_that_no_line_can_match_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n---\ntwo", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"fix: data\.separator='---'"):
-        source(tmp_path / "a.txt", separator="---\n")
-
-
 def test_size_limits_apply_to_long_documents(tmp_path, monkeypatch):
     """At most MAX_VALIDATION_BYTES are held out, and the tokenizer is trained on a beginning."""
     monkeypatch.setattr("data.files.PART_CHARS", 100)

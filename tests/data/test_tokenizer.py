@@ -8,10 +8,11 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 
 from data.prepare import prepare
 from data.sources import Stdlib
-from data.tokenizer import PIECES, TRAINING_PIECES, IdTokenizer, Tokenizer
+from data.tokenizer import PIECES, TRAINING_PIECES, IdTokenizer, JsonTokenizer, Tokenizer
 from tests.faults.harness import source
 
 NASTY = [
@@ -232,3 +233,16 @@ def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     for text in ("464 dog", "50257", "-1", "1.5"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)
+
+
+def test_the_text_of_eos_in_a_document_is_ordinary_text(tmp_path):
+    """Also if a tokenizer.json has EOS as an added token that is not special."""
+    model = tokenizers.models.BPE(vocab={"a": 0, "<": 1, ">": 2, "e": 3}, merges=[])
+    processor = tokenizers.Tokenizer(model)
+    processor.add_tokens([tokenizers.AddedToken("<e>", special=False)])
+    files = {"tokenizer.json": processor.to_str().encode()}
+    own = JsonTokenizer(files | {"generation_config.json": b'{"eos_token_id": 4}'})
+    assert (
+        own.encode_documents(["a<e>"]) == [[4, 0, 1, 3, 2]] and own.encode_prompt("a<e>")[-1] == 4
+    )
+    assert own.decode([0, 4]) == "a"

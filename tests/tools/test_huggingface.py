@@ -7,8 +7,8 @@ from model.build import build_model
 from run.instantiate import instantiate
 from tests.conftest import close, redraw, tree_of
 from tests.tools.test_parity import CLASSES
+from tools.formats.decoder import attention_knobs
 from tools.formats.hf_config import IMPORTED, from_hf_config, to_hf_config
-from tools.formats.layer_knobs import attention_knobs
 from tools.formats.weights import hf_weights
 
 BACK = [variant for variant, name in CLASSES.items() if f"{name}ForCausalLM" in IMPORTED]

@@ -55,6 +55,21 @@ LLAMA_NAMES = {
 }
 
 
+HYBRID = "model.attention.hybrid.hybrid"
+
+
+def attention_knobs(tree: dict) -> LayerConfigs:
+    """Return the knobs of the attention of each layer of a model."""
+    attention = tree["attention"]
+    depth = tree["depth"]
+    if attention["_target_"] != HYBRID:
+        return [dict(attention) for _ in range(depth)]
+    # The pattern is repeated so that it ends with the last layer.
+    pattern = attention["pattern"]
+    kinds = [pattern[(layer - depth) % len(pattern)] for layer in range(depth)]
+    return [dict(attention["kinds"][kind]) for kind in kinds]
+
+
 class Architecture:
     """The options and names shared by most classes; a subclass overrides those that differ."""
 

@@ -8,15 +8,16 @@ from run.checkpoint import MOST_LAYERS
 from tools.formats.architectures import ARCHITECTURES
 from tools.formats.decoder import (
     GATED_FFN,
+    HYBRID,
     PLAIN_SOFTMAX,
     RMS_NORM,
     TRANSFORMER,
     Architecture,
+    attention_knobs,
     common_value,
     layer_types,
 )
 from tools.formats.hf_rope import rope_from_hf, rope_to_hf
-from tools.formats.layer_knobs import HYBRID, attention_knobs
 from tools.formats.verify import LOCAL, import_transformers, malformed
 
 # Classes of published models that our layers can express and that store tensors as we do.

@@ -117,11 +117,11 @@ def load_theirs(folder: Path) -> nn.Module:
     return model.eval()
 
 
-def example_row(vocab_size: int, context: int, windows: list[int]) -> Tensor:
-    """Return random tokens (1, T), with T beyond the shortest window if that fits."""
-    length = min(MAX_TOKENS, context, *[window + 64 for window in windows])
+def example_row(tree: dict) -> Tensor:
+    """Return a row of random tokens (1, T) for a model of ours, of at most MAX_TOKENS tokens."""
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (1, length), generator=draw)
+    length = min(MAX_TOKENS, tree["context"])
+    return torch.randint(tree["vocab_size"], (1, length), generator=draw)
 
 
 def logits_differ(ours: Tensor, theirs: Tensor) -> str | None:
