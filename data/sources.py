@@ -37,7 +37,8 @@ GENERATED = re.compile(
 )
 HEADER_LINES = 10
 COPIED_LINE = 20  # characters; shorter lines do not count as copied
-HASHED_CHARS = 100_000  # characters that identify a document; every first part has as many
+# Number of characters that identify a document. The first part of a long document has more.
+HASHED_CHARS = 100_000
 
 
 def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:

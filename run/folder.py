@@ -51,8 +51,8 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
     """Return the settings of a resumed run, and a line for each key that `overrides` change.
 
     They are the settings `saved` in its newest checkpoint. A key in `overrides` may repeat its saved
-    value, so a command can be repeated with resume=true. Raises ValueError for a
-    change of a key that is not RESUMABLE.
+    value, so a command can be repeated with resume=true. Raises ValueError for a change of a key that
+    is not RESUMABLE.
     """
     # A run that began with `init_from` has the size of that model, and its rates are not scaled.
     began = []
@@ -60,7 +60,7 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
         began = [f"init_from={saved['init_from']}", *size_words(saved["model"])]
     typed = by_name(compose([*began, *overrides]).model_dump())
     then = by_name(saved)
-    # A run that is given by name is saved as a path, also when it is gone.
+    # `init_from` is saved as a path, even if it was given as the name of a run, which may be gone.
     if then.get("init_from") == str(Path("runs", typed["init_from"] or "")):
         typed["init_from"] = then["init_from"]
     names = [

@@ -35,7 +35,7 @@ MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # ratio of the speeds of a variant's seeds from which on their range is shown
+MAX_SPREAD = 1.2  # if a variant's seeds differ more in speed, their range is shown
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Comparison</title>

@@ -125,7 +125,7 @@ def example_row(tree: dict) -> Tensor:
 
 
 def logits_differ(ours: Tensor, theirs: Tensor) -> str | None:
-    """Describe how logits (1, T, V) differ from those of transformers; None if they are equal."""
+    """Describe how logits (1, T, V) differ from transformers' logits; None if they are equal."""
     difference = (ours - theirs).abs().max().item()
     spread = theirs.std().item()
     if difference <= TOLERANCE * spread:
