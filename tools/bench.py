@@ -100,7 +100,9 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     for number in range(1, NUM_TURNS + 1):
         for name in names:
             say(f"{kind}, turn {number} of {NUM_TURNS}: {name}")
-            turns[name].append(start_turn(kind, name, overrides))
+            turn = start_turn(kind, name, overrides)
+            say(f"    {turn['seconds']:.3f} s")
+            turns[name].append(turn)
 
     # The decoding time covers all tokens but the first.
     num_rows = settings.sequences_per_process(1)
