@@ -28,7 +28,15 @@ LATE = (
 class Forked:
     """Like `subprocess.Popen` for `python FILE ARGUMENTS`, but forks this process."""
 
-    def __init__(self, command: list, stdout: IO, stderr: IO, env: dict[str, str], **_):
+    def __init__(
+        self,
+        command: list,
+        stdout: IO,
+        stderr: IO,
+        env: dict[str, str],
+        starter: int | None = None,  # a pipe from which the child reads a byte before it begins
+        **_,
+    ):
         self.returncode = None
         for module in LATE:
             import_module(module)
@@ -40,6 +48,8 @@ class Forked:
             torch.set_num_threads(1)  # OpenMP threads do not survive a fork
             gc.freeze()  # garbage collection would copy the memory shared with the parent
             signal.alarm(LONG // 2)  # a fork may inherit a held lock
+            if starter is not None:
+                os.read(starter, 1)
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
@@ -73,11 +83,17 @@ def ranks(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    # Fork all ranks before one of them connects to the store: a fork while the store's thread holds
+    # a lock would wait for this lock forever.
+    starter, start = os.pipe()
     with (folder / "stderr").open("w+", encoding="utf-8") as stderr:
         processes = []
         for rank in range(world_size):
             env = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(Forked(command, stderr, stderr, env))
+            processes.append(Forked(command, stderr, stderr, env, starter))
+        os.write(start, bytes(world_size))
+        os.close(starter)
+        os.close(start)
         meanwhile(processes)
         exit_codes = [process.wait() for process in processes]
         stderr.seek(0)
