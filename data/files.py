@@ -51,7 +51,8 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         if not files:
             raise ValueError(
                 f"no such files (path={entry}{common_suffixes(entry)}). fix: pass a file, a folder "
-                f"of {' '.join(suffixes)}, or a glob of any suffix; for train.py: data.path=my/texts"
+                f"of {' '.join(suffixes)}, or a glob of any suffix, as data.path or "
+                "data.validation in train.py"
             )
         found += files
 

@@ -279,11 +279,10 @@ def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
     runs = comparison.groups[name]
     first = comparison.first
     costs = f"{runs[0].cache_bytes / first.cache_bytes:.0%} of the cache"
-    if have_same_machine(comparison):
-        theirs = fmean(run.tokens_per_second for run in comparison.groups[comparison.baseline])
-        speed = fmean(run.tokens_per_second for run in runs) / theirs
-        if math.isfinite(speed):
-            costs += f" and {speed:.0%} of the training speed"
+    theirs = comparison.groups[comparison.baseline]
+    if have_same_machine(comparison) and has_one_speed(runs) and has_one_speed(theirs):
+        speed = fmean(map(speed_of, runs)) / fmean(map(speed_of, theirs))
+        costs += f" and {speed:.0%} of the training speed"
     return (
         f"Its loss is {-verdict.difference:.{digits}f} {first.metric_name} lower than "
         f"{comparison.baseline}'s (95 % interval {-verdict.high:.{digits}f} to "
@@ -362,10 +361,19 @@ def have_same_machine(comparison: Comparison) -> bool:
 
 def speed_range(runs: list[Run]) -> str:
     """Return the mean training speed, or the range if other programs slowed some of the runs."""
-    slowest, fastest = (end(run.tokens_per_second for run in runs) for end in (min, max))
-    if fastest > MAX_SPREAD * slowest:
-        return f"{slowest:,.0f} to {fastest:,.0f}"
-    return mean(runs, lambda run: run.tokens_per_second, ",.0f")
+    if has_one_speed(runs):
+        return mean(runs, speed_of, ",.0f")
+    slowest, fastest = (end(map(speed_of, runs)) for end in (min, max))
+    return f"{slowest:,.0f} to {fastest:,.0f}" if math.isfinite(fastest) else ""
+
+
+def has_one_speed(runs: list[Run]) -> bool:
+    """Whether the seeds of a variant are known to have trained at about the same speed."""
+    return max(map(speed_of, runs)) <= MAX_SPREAD * min(map(speed_of, runs))
+
+
+def speed_of(run: Run) -> float:
+    return run.tokens_per_second
 
 
 def slice_loss(run: Run, name: str) -> float:

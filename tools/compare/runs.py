@@ -171,6 +171,8 @@ def command() -> str:
 @cache
 def commit() -> str | None:
     """Return the commit of this code, with the suffix -dirty if files differ from it."""
+    if not (ROOT / ".git").exists():  # the folder may be inside another repository
+        return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(
