@@ -224,9 +224,11 @@ class Text(Source):
         for part in self.read(self.files):
             train, held_out = part.text[:num_left], part.text[num_left:]
             if train:
-                yield part._replace(text=train, is_last=num_left <= len(part.text))
+                ends_here = num_left <= len(part.text)
+                yield part._replace(text=train, is_last=ends_here)
             if held_out:
-                yield part._replace(text=held_out, is_held_out=True, is_first=num_left > 0)
+                begins_here = num_left > 0
+                yield part._replace(text=held_out, is_held_out=True, is_first=begins_here)
             num_left = max(0, num_left - len(part.text))
 
     def read(self, files: list[Path]) -> Iterator[Part]:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
@@ -36,7 +37,7 @@ SPACE_BYTES = ["<0xE2>", "<0x96>", "<0x81>"]  # the pieces for the UTF-8 bytes o
 CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What all tokenizers share: how documents and prompts are encoded and compared.
 
     A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
@@ -163,21 +164,21 @@ class Tokenizer:
         assert len(documents) == len(texts)
         return [[self.bos, *tokens, *self.document_ends] for tokens in documents]
 
+    @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text as encode() does, using all cores."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Encode without BOS and EOS; the text of a special token becomes that token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens. Bytes that are not UTF-8 become U+FFFD; BOS and EOS are omitted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, token: int) -> str:
         """Return a token's entry in the vocabulary, such as <s>, <0x41> or \u2581and."""
-        raise NotImplementedError
 
     def change(self, text: str, tokens: list[int]) -> str | None:
         """Describe how the text decoded from `tokens` differs from `text`; None if it does not."""

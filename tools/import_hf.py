@@ -77,7 +77,7 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     """Return a folder's weights under our names, in the dtype of the config if nothing is lost.
 
     Raises IntegrityError for unusable weights, and ValueError for a model whose logits differ from
-    those of transformers.
+    the logits of transformers.
     """
     # A forged config could describe a model larger than memory.
     shapes = build_model(tree, "meta")

@@ -90,7 +90,9 @@ def sort_runs(runs: list[Run]) -> Comparison:
     groups = group_by_variant(judged)
     baseline = runs[0].baseline or runs[0].name
     if runs[0].baseline is None and judged and judged[0] is runs[0]:
-        baseline = next(iter(groups))  # the group of the first run, which may have another title
+        # The group of the first run may have another title than the run's name.
+        first_group, *_ = groups
+        baseline = first_group
     if baseline not in groups:
         return Comparison({}, baseline, losses, diverged)
     comparison = Comparison(groups, baseline, losses, diverged)

@@ -25,7 +25,7 @@ from run.signals import Signals
 from run.threads import cores, cpu_quota
 from tools.compare.runs import Run, command, commit, differences, read_records
 
-# Keys of a run that may differ when a comparison continues: its place, and where it logs.
+# Keys of a run that may differ when a comparison continues: its folder and its logging.
 MAY_DIFFER = ("run_dir", "resume", "wandb")
 Environment = dict[str, str]  # environment variables, which may assign a GPU
 

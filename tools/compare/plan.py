@@ -108,7 +108,8 @@ def plan_variants(
         raise ValueError(f"--tune reserves this seed (seed={SEARCH_SEED}). fix: seed=0,1,2")
     variants = name_variants(sweep)
     if folder is None:
-        words = [match, *next(iter(variants.values()))]
+        baseline_words, *_ = variants.values()
+        words = [match, *baseline_words]
         if has_search:
             words.append("tune")
         folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
