@@ -51,7 +51,7 @@ def test_a_report_on_several_sizes_has_the_trend(tmp_path, steps, trend):
 
 def test_sizes_with_different_baselines_have_no_trend(tmp_path):
     runs = []
-    for dim, names in ((64, ("gqa", "kda")), (96, ("kda", "gqa"))):
+    for dim, names in ((64, ("gqa", "kda", "mha")), (96, ("kda", "gqa", "mha"))):
         for name in names:
             for seed in range(3):
                 runs.append(text_run(name, seed, 1 + 0.01 * seed, f"model.dim={dim}"))
