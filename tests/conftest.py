@@ -58,6 +58,23 @@ stories = pytest.mark.skipif(
     not STORIES.exists(), reason="needs the datasets next to the repository"
 )
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
+# Shipped presets whose classes and options are also those of other presets. What costs much runs for
+# these presets only with `-m long`. A preset that is not listed here always runs.
+COVERED = [
+    "chunked",
+    "gated",
+    "l2norm",
+    "llama",
+    "local_global",
+    "mha",
+    "nope",
+    "sink",
+    "sliding_window",
+    "window_nope",
+]
+EACH_MECHANISM = [
+    pytest.param(name, marks=pytest.mark.long) if name in COVERED else name for name in VARIANTS
+]
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"
 EXTRAS = (
     "llama model.tied=true attention.bias=true",
