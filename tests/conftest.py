@@ -72,9 +72,6 @@ COVERED = [
     "sliding_window",
     "window_nope",
 ]
-EACH_MECHANISM = [
-    pytest.param(name, marks=pytest.mark.long) if name in COVERED else name for name in VARIANTS
-]
 YARN = "attention.rope_scaling={_target_:model.rope.YaRN,factor:4,fast:8,slow:1,context:16}"
 EXTRAS = (
     "llama model.tied=true attention.bias=true",
@@ -137,6 +134,18 @@ class Progress:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         reporter.ensure_newline()
         reporter.write_line(f"{self.num_done} of {self.num_tests} tests, {duration(left)} left")
+
+
+def preset_case(name: str, *values: object):
+    """A test's parameters for an attention preset: its name, or these values.
+
+    If other presets cover its mechanisms, the test runs only with `-m long`.
+    """
+    marks = [pytest.mark.long] if name in COVERED else []
+    return pytest.param(*(values or (name,)), marks=marks, id=name)
+
+
+EACH_MECHANISM = [preset_case(name) for name in VARIANTS]
 
 
 def settings_of(*overrides: str) -> Settings:

@@ -20,8 +20,9 @@ def files_over_all_attentions() -> list[str]:
     """The test files that are parametrized by the attention presets, except GPU tests."""
     files = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        is_over_all = "VARIANTS" in path.read_text(encoding="utf-8") and path != Path(__file__)
-        if is_over_all and path.parent.name != "gpu":
+        text = path.read_text(encoding="utf-8")
+        is_over_all = "VARIANTS" in text or "EACH_MECHANISM" in text
+        if is_over_all and path != Path(__file__) and path.parent.name != "gpu":
             files.append(str(path.relative_to(ROOT)))
     return files
 
