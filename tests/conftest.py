@@ -39,7 +39,6 @@ from run import checkpoint, errors
 from run.compose import compose
 from run.distributed import DistEnv
 from run.instantiate import instantiate
-from run.progress import duration
 from run.settings import Settings
 from run.signals import Signals
 from tests.run.forks import LONG as LONG
@@ -100,40 +99,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure(config) -> None:
-    if config.option.dist != "no" and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Progress(config))
-
-
-class Progress:
-    """Every ten seconds, print the number of finished tests and the estimated time left.
-
-    The estimate uses the mean duration of finished tests, each counted as at most one second.
-    """
-
-    def __init__(self, config):
-        self.config = config
-        self.num_tests = 0
-        self.num_done = 0
-        self.seconds = 0.0
-        self.told = monotonic()
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self.num_tests = len(ids)
-
-    def pytest_runtest_logreport(self, report) -> None:
-        self.seconds += min(report.duration, 1)
-        self.num_done += report.when == "setup"
-        now = monotonic()
-        if now - self.told < 10:
-            return
-        self.told = now
-        mean = self.seconds / self.num_done / len(self.config.option.tx)
-        left = mean * (self.num_tests - self.num_done)
-        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.ensure_newline()
-        reporter.write_line(f"{self.num_done} of {self.num_tests} tests, {duration(left)} left")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the layers and their laws first, because most changes break them."""
+    order = {"model": 0, "laws": 1, "gpu": 2}
+    items.sort(key=lambda item: order.get(item.path.parent.name, 3))
 
 
 def preset_case(name: str, *values: object):
