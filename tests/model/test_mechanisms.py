@@ -14,12 +14,13 @@ from model.attention.mla import LatentAttention
 from model.attention.softmax import SoftmaxAttention
 from model.context import ForwardContext
 from run.instantiate import instantiate
-from tests.conftest import close, drawn, redraw, settings_of, tree_of
+from tests.conftest import close, drawn, redraw, tree_of
 from tests.model.test_layers import random, rotated
 
 
 def spec_of(dim: int, heads: int, context: int) -> LayerSpec:
-    return LayerSpec(dim=dim, heads=heads, context=context, layer=0, depth=1, norm_eps=1e-6)
+    """A layer's sizes; the epsilon of its norms is large enough to matter."""
+    return LayerSpec(dim=dim, heads=heads, context=context, layer=0, depth=1, norm_eps=0.01)
 
 
 def layers_of(*overrides: str) -> list[Attention]:
@@ -46,7 +47,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = Non
     return y.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mla", "softcap"])
+@pytest.mark.parametrize("variant", ["gqa", "mla"])
 def test_dropout_is_active_only_in_training(variant):
     layer = layers_of(variant, "attention.dropout=0.5")[0].train()
     x = random(2, 9, 64)
@@ -73,33 +74,24 @@ def test_incompatible_head_counts_are_refused(dim, heads, kv_heads):
         instantiate(tree_of("gqa", *sizes))
 
 
-def test_a_sliding_window_cache_does_not_grow_with_the_prompt():
-    tree = settings_of("model=tiny", "data.vocab_size=128", "model.depth=1", "context=2048").model
-
-    tree["attention"]["window"] = 256
-    model = drawn(tree)
-    tokens = torch.randint(128, (1, 1027), generator=torch.Generator().manual_seed(1))
-    cache = model.new_cache(1, 2048, torch.float32, "cpu")
-    with torch.no_grad():
-        logits = [model(part, cache) for part in tokens.split([512, 512, 1, 1, 1], dim=1)]
-        close(torch.cat(logits, dim=1)[:, -300:], model(tokens)[:, -300:], rtol=0, atol=1e-4)
-    kv_heads = tree["attention"]["kv_heads"]
-    head_dim = tree["dim"] // tree["heads"]
-    assert cache.nbytes == 256 * 2 * kv_heads * head_dim * 4  # k and v in fp32
-
-
-def test_a_layer_with_rope_and_qk_norm_matches_its_formulas():
-    """dim 128, 16 heads of width 8, 4 key-value heads, RoPE, then QK-norm without weights."""
-    knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": "after_rope"}
+@pytest.mark.parametrize("qk_norm", ["before_rope", "after_rope"])
+def test_a_layer_with_rope_and_qk_norm_matches_its_formulas(qk_norm):
+    """16 heads of width 8 and four key heads. QK-norm after RoPE has no weights."""
+    knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": qk_norm}
     layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
     x = random(2, 10, 128)
     q, k, v = projected(layer, x, 8)
 
-    def rotate(z: Tensor) -> Tensor:
-        z = rotated(z, 10000.0)
-        return z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    def normalize(z: Tensor) -> Tensor:
+        return z / (z.square().mean(-1, keepdim=True) + 0.01).sqrt()
 
-    y = softmax_attention(rotate(q), rotate(k), v)
+    if qk_norm == "before_rope":
+        q = rotated(normalize(q) * layer.q_norm.weight, 10000.0)
+        k = rotated(normalize(k) * layer.k_norm.weight, 10000.0)
+    else:
+        q = normalize(rotated(q, 10000.0))
+        k = normalize(rotated(k, 10000.0))
+    y = softmax_attention(q, k, v)
     close(output(layer, x), layer.o_proj(y), rtol=0, atol=1e-6)
 
 
@@ -135,25 +127,23 @@ def test_shared_keys_and_values_come_from_the_previous_layer():
         second(later, ctx, None, {})
 
 
-@pytest.mark.parametrize("variant", ["shared_kv", "value_residual"])
-def test_layers_that_share_keys_or_values_must_have_equal_heads(variant):
+@pytest.mark.parametrize(
+    "variant, change",
+    [
+        ("value_residual", "kv_heads=1"),
+        ("shared_kv", "kv_heads=1"),
+        ("shared_kv", "window=8"),
+        ("shared_kv", "rope_base=100.0"),
+        ("shared_kv", "rope_fraction=0.5"),
+    ],
+)
+def test_layers_that_share_keys_or_values_must_have_equal_options(variant, change):
     first, _ = layers_of(variant)
-    _, second = layers_of(variant, "attention.kv_heads=1")
+    _, second = layers_of(variant, f"attention.{change}")
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
     _, carry = first(x, ctx, None, {})
-    with pytest.raises(ValueError, match=r"layer=1 reuses \(2, 16\), its own are \(1, 16\)"):
-        second(x, ctx, None, carry)
-
-
-@pytest.mark.parametrize("change", ["window=8", "rope_base=100.0", "rope_fraction=0.5"])
-def test_layers_that_share_keys_must_have_equal_masks_and_rotations(change):
-    first, _ = layers_of("shared_kv", f"attention.{change}")
-    _, second = layers_of("shared_kv")
-    x = random(2, 9, 64)
-    ctx = ForwardContext(x[..., 0])
-    _, carry = first(x, ctx, None, {})
-    with pytest.raises(ValueError, match=r"must have the same window, chunk and RoPE \(layer 1: "):
+    with pytest.raises(ValueError, match="layers that share keys"):
         second(x, ctx, None, carry)
 
 
@@ -164,7 +154,7 @@ def test_each_layer_reads_the_keys_of_its_own_group(share, providers):
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
     _, carry = layers[0](x, ctx, None, {})
-    with pytest.raises(ValueError, match="reuses the keys of layer 2, but they are from layer 0"):
+    with pytest.raises(ValueError, match="layer 2"):
         layers[3](x, ctx, None, carry)
 
 
@@ -186,23 +176,29 @@ def test_values_are_mixed_with_the_first_layers_values(share):
     close(y, output(plain, x))
 
 
-# Numbers per token in the cache of one layer, for models with dim D and H heads.
-TOKEN_NUMBERS = {
-    "gqa": lambda d, h: 2 * 2 * (d // h),  # k and v of 2 heads
-    "mha": lambda d, h: 2 * d,
-    "mla": lambda d, h: 2 * (d // h) + d // h // 2,  # latent and rotary key
-    "sliding_window": lambda d, h: 2 * 2 * (d // h),
-}
+@pytest.mark.parametrize(
+    ("variant", "numbers"),
+    [
+        ("mha", 2 * 64),
+        ("gqa", 2 * 2 * 16),  # keys and values of two heads
+        ("mla", 2 * 16 + 8),  # latent and rotary key
+    ],
+)
+def test_cache_bytes_match_the_formula(variant, numbers):
+    """The model has two layers, a width of 64, four heads and a context of 64."""
+    model = instantiate(tree_of(variant))
+    assert model.cache_bytes(64, torch.bfloat16) == 2 * 64 * numbers * 2
 
 
-@pytest.mark.parametrize("variant", TOKEN_NUMBERS)
-def test_cache_bytes_match_the_formula(variant):
-    settings = settings_of("model=15m", "context=4096", f"attention={variant}")
-    tree = settings.model | {"vocab_size": 128}
-    model = instantiate(tree)
-    length = tree["attention"].get("window") or 4096
-    numbers = tree["depth"] * length * TOKEN_NUMBERS[variant](tree["dim"], tree["heads"])
-    assert model.cache_bytes(4096, torch.bfloat16) == 2 * numbers
+def test_a_window_cache_does_not_grow_with_the_prompt():
+    model = drawn(tree_of("sliding_window", "context=2048"), torch.float64)
+    tokens = torch.randint(128, (1, 1027), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(1, 2048, torch.float64, "cpu")
+    with torch.no_grad():
+        logits = [model(part, cache) for part in tokens.split([512, 512, 1, 1, 1], dim=1)]
+        close(torch.cat(logits, dim=1), model(tokens))
+    # Two layers keep five keys and values of two heads, each of 16 numbers.
+    assert cache.nbytes == 2 * 5 * 2 * 2 * 16 * 8
 
 
 def test_the_cache_of_a_recurrent_layer_has_a_constant_size():
@@ -214,7 +210,7 @@ def test_the_cache_of_a_recurrent_layer_has_a_constant_size():
         assert sum(buffer.nbytes for buffer in cache.buffers) == state + conv_state
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 20])
+@pytest.mark.parametrize("heads", [4, 6, 20])
 def test_alibi_slopes_match_bloom_and_mpt(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor

@@ -5,6 +5,7 @@ The definitions are from fla-core. Importing the package requires a GPU, so test
 
 from collections.abc import Callable
 from importlib import util
+from unittest import mock
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def with_gradients(rule, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     return y, state, *torch.autograd.grad(loss, inputs)
 
 
-@pytest.mark.parametrize("length, chunk", [(1, 4), (4, 4), (11, 4), (13, 1), (37, 5), (6, 64)])
+@pytest.mark.parametrize("length, chunk", [(1, 4), (11, 4), (37, 5), (6, 64)])
 @pytest.mark.parametrize("preset", FLA)
 def test_chunked_outputs_and_gradients_match_the_recurrence(preset, length, chunk):
     inputs = inputs_of(length, preset)
@@ -98,13 +99,6 @@ def compare(preset: str) -> float:
 @pytest.mark.parametrize("preset", FLA)
 def test_recurrences_match_fla(preset):
     assert compare(preset) < 1e-4
-
-
-def test_kda_with_equal_channel_decays_matches_gdn():
-    q, k, v, beta, g, state = inputs_of(70, "gdn", dtype=torch.float32)
-    by_head = chunked("gdn", 64)(q, k, v, beta, g, state)
-    by_channel = chunked("kda", 64)(q, k, v, beta, g.expand(*k.shape), state)
-    close(by_channel, by_head, atol=1e-5, rtol=0)
 
 
 def test_mamba2_writes_nothing_for_a_token_without_decay():
@@ -152,8 +146,7 @@ def test_matrix_products_are_few_and_large_enough_for_cublas(preset):
     assert len(products.sizes) <= in_chunks + 20, products.sizes
 
 
-@pytest.mark.parametrize("correlation", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("correlation, sign", [(1.0, 1), (1.0, -1), (0.9, -1)])
 def test_the_triangular_solve_is_accurate_for_any_keys(correlation, sign):
     """With equal keys, powers of A have elements up to 1e18, but its inverse has none above 1."""
     generator = torch.Generator().manual_seed(0)
@@ -181,37 +174,29 @@ def test_the_triangular_solve_is_accurate_for_any_keys(correlation, sign):
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("preset", ["gdn", "kda"])
-def test_a_single_token_step_solves_no_triangular_system(preset, monkeypatch):
-    solved = []
-    apply = UnitTriangularSolve.apply
-
-    def count(system: Tensor, y: Tensor) -> Tensor:
-        solved.append(system.shape[-1])
-        return apply(system, y)
-
-    monkeypatch.setattr(UnitTriangularSolve, "apply", count)
-    model = drawn(tree_of(preset))
+def test_a_single_token_step_solves_no_triangular_system(monkeypatch):
+    solve = mock.Mock(wraps=UnitTriangularSolve.apply)
+    monkeypatch.setattr(UnitTriangularSolve, "apply", solve)
+    model = drawn(tree_of("gdn"))
     cache = model.new_cache(2, 8, torch.float32, "cpu")
     with torch.no_grad():
         model(torch.ones(2, 3, dtype=torch.int64), cache)
-        assert 4 in solved  # three tokens are padded to a chunk of four
-        solved.clear()
+        assert solve.called
+        solve.reset_mock()
         model(torch.ones(2, 1, dtype=torch.int64), cache)
-    assert not solved
+    assert not solve.called
 
 
-@pytest.mark.parametrize("preset", FLA)
-def test_a_compiled_backward_stays_in_fp32_under_autocast(preset, run_of):
+def test_a_compiled_backward_stays_in_fp32_under_autocast(run_of):
     """Autocast is disabled in the recurrence and must stay disabled in its backward."""
     run = run_of()
     compile_model(run.trainer.loss_module, run.env.settings, run.env.ranks)
 
     def in_fp32(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(inputs[0].device):
-            return chunked(preset, 4)(*inputs)
+            return chunked("gdn", 4)(*inputs)
 
-    inputs = inputs_of(11, preset, dtype=torch.float32)
+    inputs = inputs_of(11, "gdn", dtype=torch.float32)
     expected = with_gradients(in_fp32, inputs)
     compiled = torch.compile(in_fp32, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):

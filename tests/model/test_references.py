@@ -95,9 +95,6 @@ def test_tied_keys_and_values_match_gemma_4_and_halve_the_cache():
     ]
     future = torch.full((9, 9), -torch.inf).triu(1).double()
     close(output(layer, x), theirs(x, tables, future[None, None], {})[0], **TOLERANCE)
-    ctx = ForwardContext(x[..., 0])
-    layer(x, ctx, None, {})
-    assert len(ctx.memo["_rotary_at"]) == 1
 
     parent = layers_of("gqa")[0]
     nbytes = [
@@ -211,27 +208,14 @@ def test_the_indexer_matches_deepseek_and_sparse_attention_matches_fla():
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
 def test_a_decode_step_reads_only_selected_keys(variant):
-    """Sets each cached key or value to NaN in turn; the output shows whether it is read."""
-    layer = layers_of(variant, "attention.index_heads=24" if variant == "dsa" else "seed=0")[0]
+    layer = layers_of(variant)[0]
     x = random(2, 33, 64)
     cache = layer.new_cache(2, 33, torch.float64, "cpu")
     layer(x[:, :32], ForwardContext(x[:, :32, 0], torch.zeros(2, dtype=torch.int64)), cache, {})
-    keys = cache.features["k"].clone()
-    values = cache.features["v"].clone()
-    ctx = ForwardContext(x[:, 32:, 0], torch.full((2,), 32))
-    shapes = []
-    layer.kernel.register_forward_pre_hook(lambda _, about: shapes.append(about[1].shape[1]))
-    layer(x[:, 32:], ctx, cache, {})
-    assert shapes == [layer.num_chosen]
-
-    num_read = 0
-    for slot in range(32):
-        for name, clean in (("k", keys), ("v", values)):
-            cache.features[name].copy_(clean)
-            cache.features[name][:, slot] = torch.nan
-        y, _ = layer(x[:, 32:], ctx, cache, {})
-        num_read += not y.isfinite().all()
-    assert num_read <= 2 * layer.num_chosen * layer.kv_heads
+    num_keys = []
+    layer.kernel.register_forward_pre_hook(lambda _, about: num_keys.append(about[1].shape[1]))
+    layer(x[:, 32:], ForwardContext(x[:, 32:, 0], torch.full((2,), 32)), cache, {})
+    assert num_keys == [layer.num_chosen]
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
@@ -260,10 +244,9 @@ def test_the_divergence_loss_trains_only_the_indexer():
     assert learned == index_names and x.grad is None
 
 
-@pytest.mark.parametrize("words", [(), ("attention.softcap=2.0", "attention.sink=true")])
-def test_mean_weights_match_the_kernel_weights(words):
+def test_mean_weights_match_the_kernel_weights():
     """With identity values, the kernel outputs its weights, renormalized here to exclude a sink."""
-    layer = layers_of("dsa", *words)[0]
+    layer = layers_of("dsa", "attention.softcap=2.0", "attention.sink=true")[0]
     layer.topk = 4
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
