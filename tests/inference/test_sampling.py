@@ -26,19 +26,14 @@ from tests.inference.recorded_graph import recorded_graphs
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -8.0]])
 
 
-def draws(logits: torch.Tensor, seed: int = 0, **knobs) -> torch.Tensor:
-    """Sample the first token of a text for each row."""
-    return sample(
-        logits,
-        seed + torch.arange(len(logits)),
-        torch.zeros(len(logits), dtype=torch.int64),
-        **knobs,
-    )
+def draws(logits: torch.Tensor, **knobs) -> torch.Tensor:
+    """Sample the first token of each row; the rows have different seeds."""
+    seeds = torch.arange(len(logits))
+    return sample(logits, seeds, torch.zeros_like(seeds), **knobs)
 
 
 def frequencies(**knobs) -> torch.Tensor:
-    drawn = draws(LOGITS.expand(40_000, -1), **knobs)
-    return drawn.bincount(minlength=6) / 40_000
+    return draws(LOGITS.expand(40_000, -1), **knobs).bincount(minlength=6) / 40_000
 
 
 def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
@@ -53,12 +48,10 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({}, 6),
         ({"temperature": 0.5}, 6),
         ({"top_k": 3}, 3),
-        ({"top_k": 100}, 6),
         ({"top_p": 0.5}, 1),  # the most likely token has a probability of 0.55
         ({"top_p": 0.6}, 2),
         ({"top_p": 1e-9}, 1),
         ({"min_p": 0.2}, 3),  # e^0 1, e^-1 0.37, e^-1.5 0.22, e^-2 0.14
-        ({"min_p": 1.0}, 1),
         ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, 2),
     ],
 )
@@ -71,9 +64,7 @@ def test_samples_follow_the_specified_distribution(knobs, kept):
 
 def test_top_p_keeps_the_smallest_set_with_this_probability():
     """Two of four equal tokens have a total probability of exactly 0.5."""
-    seeds = torch.arange(1000)
-    tokens = sample(torch.zeros(1000, 4), seeds, torch.zeros_like(seeds), top_p=0.5)
-    assert len(tokens.unique()) == 2
+    assert len(draws(torch.zeros(1000, 4), top_p=0.5).unique()) == 2
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-45])
@@ -82,32 +73,22 @@ def test_temperature_zero_is_greedy(temperature):
 
 
 def test_sampling_noise_is_exponential_and_independent():
-    grid = exponential_noise(
-        torch.arange(60), torch.zeros(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
-    )
-    later = exponential_noise(
-        torch.arange(60), torch.ones(60, dtype=torch.int64), torch.arange(1000).expand(60, -1)
-    )
-    uniform = (-torch.stack((grid, later))).exp()
+    """Neighboring seeds, draws and tokens are uncorrelated, also along a diagonal."""
+    seeds = torch.arange(60)[:, None].expand(-1, 3)
+    draw_indices = torch.arange(3).expand(60, -1)
+    tokens = torch.arange(1000).expand(60, 3, -1)
+    uniform = (-exponential_noise(seeds, draw_indices, tokens)).exp()  # (seeds, draws, tokens)
     assert abs(uniform.mean() - 1 / 2) < 5e-3 and abs(uniform.var() - 1 / 12) < 2e-3
     assert 0 < uniform.min() < 1e-4 and 1 - 1e-4 < uniform.max() < 1
     for one, other in (
-        (uniform[0], uniform[1]),
-        (uniform[0, 1:], uniform[0, :-1]),
-        (grid[:, 1:], grid[:, :-1]),
+        (uniform[1:], uniform[:-1]),
+        (uniform[:, 1:], uniform[:, :-1]),
+        (uniform[:, :, 1:], uniform[:, :, :-1]),
+        (uniform[1:, :-1], uniform[:-1, 1:]),
+        (uniform[1:, :, :-1], uniform[:-1, :, 1:]),
+        (uniform[:, 1:, :-1], uniform[:, :-1, 1:]),
     ):
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
-
-
-@pytest.mark.parametrize("logits", [[2.0, 1.5], [-1.0, -1.5]])
-def test_a_repetition_penalty_lowers_positive_and_negative_logits_of_seen_tokens(logits):
-    seen = torch.tensor([[True, False]])
-    assert draws(
-        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=1.2
-    ).tolist() == [0]
-    assert draws(
-        torch.tensor([logits]), seen_tokens=seen, temperature=0, repetition_penalty=2.0
-    ).tolist() == [1]
 
 
 @torch.no_grad()
@@ -131,24 +112,23 @@ def penalized(model: torch.nn.Module, prompt: list[int], window: list[int], most
 PENALTY = 3.0
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 4])
+@pytest.mark.parametrize("rows", [0, 2])
 def test_a_repetition_penalty_includes_tokens_beyond_the_context(rows):
     """Tests decoding without a cache, and with a cache whose rows are reused."""
     model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double()
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(128, (n,), generator=draw).tolist() for n in (5, 60, 64)]
     sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
-    expected = [penalized(model, prompt, prompt, 80) for prompt in prompts]
-    assert continued(model, prompts, 80, sampler, rows) == expected
+    expected = [penalized(model, prompt, prompt, 40) for prompt in prompts]
+    assert continued(model, prompts, 40, sampler, rows) == expected
 
 
-def test_a_repetition_penalty_includes_the_truncated_part_of_a_prompt(tokenizer, capfd):
+def test_a_repetition_penalty_includes_the_truncated_part_of_a_prompt(tokenizer):
     tree = tree_of("gqa", "model.depth=1", f"data.vocab_size={tokenizer.vocab_size}")
     model = redraw(instantiate(tree)).double()
     prompt = "".join(map(chr, range(40, 250)))
     tokens = tokenizer.encode_prompt(prompt)
     sequences = new_sequences(tokenizer, [prompt], model.context, max_new_tokens=20, num_samples=3)
-    assert "only the end of the prompt is used" in capfd.readouterr().err
     sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
     cache = model.new_cache(2, model.context, torch.float64, "cpu")
     for sequence in sequences:
@@ -158,25 +138,6 @@ def test_a_repetition_penalty_includes_the_truncated_part_of_a_prompt(tokenizer,
         drawn[sequence].append(sequence.tokens[-1])
     expected = penalized(model, tokens, tokens[1 - model.context :], 20)
     assert [*drawn.values()] == [expected] * 3
-
-
-def test_only_equal_seeds_give_equal_samples():
-    one, same, other = (draws(LOGITS.expand(50, -1), 1000 * seed).tolist() for seed in (3, 3, 4))
-    assert one == same != other
-
-
-def test_the_older_half_of_a_full_context_is_dropped():
-    model = redraw(instantiate(tree_of("gqa"))).double()
-    prompt = list(range(64))
-    read = []
-
-    def draw(logits, *_):
-        read.append(logits)
-        return torch.full(logits.shape[:1], 7)
-
-    continued(model, [prompt], 3, draw)
-    for got, text in zip(read, (prompt, [*prompt[32:], 7], [*prompt[32:], 7, 7]), strict=True):
-        torch.testing.assert_close(got, model(torch.tensor([text]))[:, -1])
 
 
 @pytest.mark.parametrize(
@@ -190,21 +151,9 @@ def test_a_sequence_finishes_at_eos_or_its_length_limit(tokens, reason):
     assert sequence.finish_reason == reason
 
 
-OPTIONS = [
-    {"temperature": 0},
-    {"temperature": 1.5},
-    {"top_k": 3},
-    {"top_p": 0.7},
-    {"min_p": 0.05},
-    {"repetition_penalty": 9.0, "temperature": 3.0},
-    {"temperature": 2.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
-]
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 1), (2, 3, 500)], ids=str)
-def test_argmax_finds_the_first_largest_value(shape):
+def test_argmax_finds_the_first_largest_value():
     """Tests ties, infinities and NaN, which counts as the largest value."""
-    x = torch.randint(-3, 3, shape).float()
+    x = torch.randint(-3, 3, (2, 3, 500)).float()
     assert torch.equal(argmax(x.clone().requires_grad_()), x.argmax(dim=-1))
     for special in (None, torch.inf, -torch.inf, torch.nan):
         if special is not None:
@@ -214,20 +163,23 @@ def test_argmax_finds_the_first_largest_value(shape):
         assert torch.equal(index, x.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
+ALL_OPTIONS = {
+    "temperature": 2.0,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+}
+
+
+def test_compiled_decoding_matches_an_uncached_loop(monkeypatch):
     """Calls share compiled code; one text exceeds the context, and texts share rows."""
     torch._dynamo.reset()
     counters.clear()
-    # Use AOTAutograd only for greedy decoding and for the combination of all options.
-    is_whole = options in (OPTIONS[0], OPTIONS[-1])
-    compile_without_inductor(monkeypatch, "aot_eager" if is_whole else "eager")
-    model = redraw(instantiate(tree_of("gqa", "model.depth=1"))).double().eval()
-    sampler = partial(sample, **options)
+    compile_without_inductor(monkeypatch, inductor_passes)
+    engine = engine_of_two_rows(partial(sample, **ALL_OPTIONS))
     prompts = [[1, 2, 3] * n for n in (1, 9, 16)]
-    expected = continued(model, prompts, 20, sampler)
-
-    engine = Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
+    expected = continued(engine.model, prompts, 20, engine.sampler)
     engine.compile()
     compiled_step = mock.Mock(wraps=engine.compiled_step)
     engine.compiled_step = compiled_step
@@ -239,27 +191,6 @@ def test_compiled_decoding_matches_an_uncached_loop(options, monkeypatch):
         assert [*drawn.values()] == expected
     assert counters["stats"]["unique_graphs"] == 1
     assert compiled_step.call_count > 2 * 20  # each call: three texts of 20 tokens in two rows
-
-
-@pytest.mark.parametrize("capacity", [8, 200, 300])
-def test_a_compiled_step_supports_any_cache_capacity(monkeypatch, capacity):
-    """Tests capacities below and above the number of slots that are read at a time."""
-    compile_without_inductor(monkeypatch, inductor_passes)
-    torch._dynamo.reset()
-    model = redraw(instantiate(tree_of("gqa", f"context={capacity}"))).double()
-    texts = []
-    for is_compiled in (False, True):
-        engine = Engine(model, greedy, model.new_cache(3, capacity, torch.float64, "cpu"))
-        if is_compiled:
-            engine.compile()
-        length = capacity - 4
-        sequences = [
-            Sequence([number % 128 for number in range(count)], 4) for count in (1, 2, length)
-        ]
-        for _ in engine.generate(sequences):
-            pass
-        texts.append([sequence.tokens for sequence in sequences])
-    assert texts[0] == texts[1]
 
 
 def test_engines_share_no_compiled_step(monkeypatch):
@@ -298,32 +229,18 @@ def test_a_compiled_step_has_no_guards_on_the_model(monkeypatch):
 
 def test_a_sparse_layer_compiles_both_graphs_before_decoding(monkeypatch):
     compile_without_inductor(monkeypatch, "eager")
+    monkeypatch.setattr("inference.engine.READ_MULTIPLE", 4)
     torch._dynamo.reset()
     counters.clear()
-    tree = tree_of("dsa", "model.depth=1", "context=1024")
-    tree["attention"]["topk"] = 300  # more than the slots of the first graph
+    tree = tree_of("dsa", "model.depth=1")
+    tree["attention"]["topk"] = 8  # more than the slots of the first graph
     model = redraw(instantiate(tree)).double().eval()
-    engine = Engine(model, greedy, model.new_cache(1, 1024, torch.float64, "cpu"))
+    engine = Engine(model, greedy, model.new_cache(1, 64, torch.float64, "cpu"))
     engine.compile()
     assert counters["stats"]["unique_graphs"] == 2
-    for _ in engine.generate([Sequence([number % 128 for number in range(400)], 4)]):
+    for _ in engine.generate([Sequence([1, 2, 3], 20)]):
         pass
     assert counters["stats"]["unique_graphs"] == 2
-
-
-def test_a_compiled_step_on_a_cpu_runs_in_cpp_without_checks(monkeypatch):
-    engine = engine_of_two_rows()
-    options_of = []
-
-    def record(function, *, options, **_):
-        options_of.append(options)
-        return function
-
-    monkeypatch.setattr(torch, "compile", record)
-    engine.compile()
-    (options,) = options_of
-    assert options["cpp_wrapper"] is True
-    assert options["size_asserts"] is False
 
 
 def engine_of_two_rows(sampler=greedy) -> Engine:
@@ -331,7 +248,7 @@ def engine_of_two_rows(sampler=greedy) -> Engine:
     return Engine(model, sampler, model.new_cache(2, 64, torch.float64, "cpu"))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=str)
 def test_captured_decoding_matches_eager_decoding(options):
     """Decodes three texts in two rows; one text exceeds the context."""
     model = engine_of_two_rows().model
@@ -374,8 +291,8 @@ def test_a_model_that_reads_values_on_the_host_is_not_captured(capsys):
         engine.capture()
         assert torch.cuda.current_stream() is stream
     assert engine.graph is None and not engine.cache.lengths.any()
-    reason = "CUDA error: operation not permitted when stream is capturing"
-    assert capsys.readouterr().err == f"note: decoding without a CUDA graph ({reason})\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "operation not permitted when stream is capturing" in line
     *_, sequence = engine.generate([Sequence([1, 2], 10)])
     assert len(sequence.tokens) == 12
 
