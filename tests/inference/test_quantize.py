@@ -1,7 +1,7 @@
 """Products for a few tokens match float64, and optimizing for decoding preserves the logits."""
 
-import subprocess
-import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,36 +21,54 @@ def compiled():
         pytest.skip("no C++ compiler")
 
 
-@pytest.mark.parametrize("outputs, inputs", [(64, 48), (7, 21), (1, 5), (130, 96), (4, 300)])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40])
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)])
-@pytest.mark.parametrize("int8", [False, True])
-def test_products_match_float64(compiled, outputs, inputs, tokens, dtype, error, int8, monkeypatch):
+def random_layer(outputs: int, inputs: int, dtype: torch.dtype) -> tuple:
+    """A weight, a bias and a function that draws tokens, in this dtype."""
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(inputs, outputs, bias=True)
-    for p in linear.parameters():
-        torch.nn.init.normal_(p, generator=generator)
-    x = torch.randn(tokens, 1, inputs, generator=generator).to(dtype)
-    decoding = quantize.Int8Linear if int8 else quantize.MatvecLinear
-    few = decoding(linear.weight.detach().to(dtype), linear.bias.detach().to(dtype))
-    if int8:
-        assert few.levels.dtype == torch.int8
-        scale = (
-            linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
-        )  # half a quantization step, and the rounding of the scale
-        assert ((few.weight - linear.weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
-    weight = few.weight.double()
-    rounded = x.double()
-    has_kernel = not int8 or hasattr(torch.ops.attend, "matvec_int8")
-    if tokens <= quantize.MAX_FEW_TOKENS and has_kernel:
-        monkeypatch.setattr(F, "linear", None)  # must not be called
-        if int8:
-            # The product of the two scales is never rounded to the dtype.
-            weight = few.levels.double() * few.scale.double()[:, None]
-            rounded = round_to_int8(x.float())
-    expected = (rounded @ weight.T) + few.bias.double()
-    y = few(x)
-    assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return draw(outputs, inputs), draw(outputs), draw
+
+
+SHAPES = [(64, 48), (7, 21), (130, 96)]  # outputs and inputs
+ERRORS = [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)]
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@pytest.mark.parametrize("dtype, error", ERRORS)
+def test_products_match_float64(compiled, outputs, inputs, dtype, error, monkeypatch):
+    weight, bias, draw = random_layer(outputs, inputs, dtype)
+    layer = quantize.MatvecLinear(weight, bias)
+    for tokens in (40, 16, 4, 1):
+        if tokens <= quantize.MAX_FEW_TOKENS:
+            monkeypatch.setattr(F, "linear", None)  # must not be called
+        x = draw(tokens, 1, inputs)
+        expected = x.double() @ weight.double().T + bias.double()
+        y = layer(x)
+        assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@pytest.mark.parametrize("dtype, error", ERRORS)
+def test_int8_products_match_float64(compiled, outputs, inputs, dtype, error, monkeypatch):
+    weight, bias, draw = random_layer(outputs, inputs, dtype)
+    layer = quantize.Int8Linear(weight, bias)
+    scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    # Half a quantization step, and the rounding of the scale.
+    assert ((layer.weight - weight).abs() <= 0.5 * scale + 2 * error * scale * 127).all()
+    # The product of the two scales is never rounded to the dtype.
+    exact_weight = layer.levels.double() * layer.scale.double()[:, None]
+    has_kernel = hasattr(torch.ops.attend, "matvec_int8")
+    for tokens in (40, 16, 4, 1):
+        x = draw(tokens, 1, inputs)
+        if tokens <= quantize.MAX_FEW_TOKENS and has_kernel:
+            monkeypatch.setattr(F, "linear", None)  # must not be called
+            expected = round_to_int8(x.float()) @ exact_weight.T + bias.double()
+        else:
+            expected = x.double() @ layer.weight.double().T + bias.double()
+        y = layer(x)
+        assert y.dtype == dtype and (y - expected).abs().max() <= error * expected.abs().max()
 
 
 def round_to_int8(x: torch.Tensor) -> torch.Tensor:
@@ -60,27 +78,25 @@ def round_to_int8(x: torch.Tensor) -> torch.Tensor:
     return levels.double() * largest.double() / 127
 
 
-@pytest.mark.parametrize("case", ["zeros", "extremes", "cancelled", "infinite", "nan"])
-@pytest.mark.parametrize("inputs", [70, 4096])
-def test_int8_products_handle_extreme_inputs(compiled, case, inputs):
-    """Tests zeros, the largest sums, sums that cancel out, and non-finite inputs."""
-    x = torch.zeros(1, inputs)
-    expected = torch.zeros(1, 3)
-    if case == "extremes":
-        x -= 2
-        expected -= 2 * inputs
-    elif case == "cancelled":
-        x[:, ::2] = 1
-        x[:, 1::2] = -1
-    elif case == "infinite":
-        x[:, 1] = torch.inf
-    elif case == "nan":
-        x[:, -1] = torch.nan
-    y = quantize.Int8Linear(torch.ones(3, inputs), None)(x)
-    if case in ("infinite", "nan"):
-        assert not y.isfinite().any()
-    else:
-        torch.testing.assert_close(y, expected)
+@pytest.mark.parametrize(
+    "x, expected",
+    [
+        (torch.zeros(70), 0.0),
+        (torch.full((70,), -2.0), -140.0),  # the largest sum
+        (torch.tensor([1.0, -1.0]).repeat(35), 0.0),
+    ],
+    ids=["zeros", "extremes", "cancelled"],
+)
+def test_int8_products_handle_extreme_inputs(compiled, x, expected):
+    y = quantize.Int8Linear(torch.ones(3, 70), None)(x[None])
+    close(y, torch.full((1, 3), expected))
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_int8_products_do_not_hide_invalid_numbers(compiled, value):
+    x = torch.zeros(1, 70)
+    x[0, -1] = value
+    assert not quantize.Int8Linear(torch.ones(3, 70), None)(x).isfinite().any()
 
 
 def test_a_compiled_int8_product_equals_the_eager_product(compiled):
@@ -90,34 +106,29 @@ def test_a_compiled_int8_product_equals_the_eager_product(compiled):
     assert torch.equal(compiled_few(x), few(x))
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mla", "gdn", "gated"])
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_optimizing_for_decoding_preserves_the_logits(compiled, variant, tied):
-    model = redraw(instantiate(tree_of(variant, f"model.tied={tied}"))).eval()
+@pytest.mark.parametrize("variant", ["gqa model.tied=true", "mla", "gdn"])
+def test_optimizing_for_decoding_preserves_the_logits(compiled, variant):
+    exact, plain, int8 = (redraw(instantiate(tree_of(*variant.split()))).eval() for _ in range(3))
+    quantize.optimize_for_decoding(plain, int8=False)
+    quantize.optimize_for_decoding(int8, int8=True)
+    assert not any(type(module) is Linear for module in plain.modules())
     tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        exact = model(tokens)
-        quantize.optimize_for_decoding(model, int8=False)
-        close(model(tokens), exact, rtol=1e-4, atol=1e-4)
-        quantize.optimize_for_decoding(
-            rounded := redraw(instantiate(tree_of(variant, f"model.tied={tied}"))).eval(), int8=True
-        )
-        assert (
-            0 < (rounded(tokens) - exact).std() < 0.2 * exact.std()
-        )  # for random weights; the cost in nats is tested below
-    assert not any(type(module) is Linear for module in model.modules())
+        expected = exact(tokens)
+        close(plain(tokens), expected, rtol=1e-4, atol=1e-4)
+        # With random weights; the cost in nats is tested below.
+        assert 0 < (int8(tokens) - expected).std() < 0.2 * expected.std()
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("variant", [*VARIANTS, "llama attention.bias=true"])
-def test_fused_projections_equal_separate_ones(compiled, variant, int8, monkeypatch):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_projections_equal_separate_ones(compiled, variant, monkeypatch):
     tokens = torch.randint(128, (2, 7), generator=torch.Generator().manual_seed(1))
     logits = []
     for is_fused in (True, False):
         if not is_fused:
             monkeypatch.setattr(quantize, "fuse_projections", lambda *_: None)
-        model = redraw(instantiate(tree_of(*variant.split()))).eval()
-        quantize.optimize_for_decoding(model, int8)
+        model = redraw(instantiate(tree_of(variant, "model.depth=1"))).eval()
+        quantize.optimize_for_decoding(model, int8=False)
         assert is_fused == any(isinstance(module, FusedPart) for module in model.modules())
         with torch.no_grad():
             logits.append(model(tokens))
@@ -142,12 +153,7 @@ def test_a_fused_layer_is_multiplied_once_and_each_part_can_be_used_alone(compil
 
 
 @pytest.mark.parametrize(
-    "linears",
-    [
-        [Linear(8, 4), Linear(8, 4, bias=True)],
-        [Linear(8, 4, bias=True), Linear(8, 4)],
-        [Linear(8, 4), Linear(6, 4)],
-    ],
+    "linears", [[Linear(8, 4), Linear(8, 4, bias=True)], [Linear(8, 4), Linear(6, 4)]]
 )
 def test_projections_that_differ_in_bias_or_input_are_not_fused(linears):
     parent = torch.nn.Module()
@@ -189,41 +195,32 @@ def test_long_products_are_in_fp32_if_bf16_is_emulated(monkeypatch, is_native, d
     close(y.float(), x.float() @ weight.float().T + bias.float(), rtol=0.02, atol=0.1)
 
 
-LOAD = """
-import sys
-from pathlib import Path
-from inference import quantize
-print(quantize.load_matvec(Path(sys.argv[1]), sys.argv[2]))
-"""
-
-
-def test_a_damaged_library_is_compiled_again(compiled, tmp_path):
-    libraries = list((ROOT / ".cache").glob("matvec-*.so"))
-    library = max(libraries, key=lambda path: path.stat().st_mtime)
+def test_a_damaged_library_is_compiled_again(monkeypatch, tmp_path):
+    """Simulates a dynamic linker that rejects an empty file, and a compiler."""
     compiler = tmp_path / "compiler"
-    compiler.write_text(
-        f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; cp '{library}' $2\n", encoding="utf-8"
-    )
+    compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; echo code > $2\n")
     compiler.chmod(0o755)
+
+    def load_library(path: Path) -> None:
+        if path.stat().st_size == 0:
+            raise OSError("file too short")
+        torch.ops.attend.matvec = None
+
+    monkeypatch.setattr(torch.library, "register_fake", lambda *_: None)
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
     cache = tmp_path / "cache"
-
-    def load() -> str:
-        command = [sys.executable, "-c", LOAD, cache, compiler]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8").stdout
-
-    assert load() == "True\n"
-    (copy,) = cache.iterdir()  # no temporary file is left
-    copy.write_bytes(b"")
-    assert load() == "True\n"
-    assert copy.stat().st_size == library.stat().st_size and list(cache.iterdir()) == [copy]
+    for _ in range(2):
+        monkeypatch.setattr(torch.ops, "attend", SimpleNamespace())
+        assert quantize.load_matvec(cache, str(compiler))
+        (library,) = cache.iterdir()  # no temporary file is left
+        assert library.read_text() == "code\n"
+        library.write_bytes(b"")
 
 
-def test_products_fall_back_to_torch_without_a_compiler(monkeypatch, tmp_path, capsys):
+def test_products_fall_back_to_torch_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.ops, "attend", object())
     assert not quantize.load_matvec(tmp_path, "false")
     assert not quantize.load_matvec(tmp_path, None)
-    *_, line = capsys.readouterr().err.splitlines()
-    assert "decoding is slower (no C++ compiler. fix: install g++" in line
     model = instantiate(tree_of("gqa"))
     quantize.optimize_for_decoding(model, int8=False)
     assert not any(isinstance(module, quantize.MatvecLinear) for module in model.modules())
@@ -233,15 +230,13 @@ def test_int8_weights_cost_less_than_a_hundredth_of_a_nat(run_of):
     run = run_of("steps=15", "schedule.warmup=2")
     learn_by_heart(run, 15)
     inputs, targets = run.trainer.loader(0)
-    nats = []
+    model = run.trainer.model
     with torch.no_grad():
-        for int8 in (False, True):
-            quantize.optimize_for_decoding(run.trainer.model, int8) if int8 else None
-            nats.append(
-                F.cross_entropy(run.trainer.model(inputs).flatten(0, 1), targets.flatten()).item()
-            )
+        exact = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
+        quantize.optimize_for_decoding(model, int8=True)
+        rounded = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     # Over 5 seeds, trained in fp32 and bf16: 0.25 to 0.38 nats, changed by at most 0.0002.
-    assert nats[0] < 1 and nats[0] != nats[1] and abs(nats[1] - nats[0]) < 0.01
+    assert exact < 1 and rounded != exact and abs(rounded - exact) < 0.01
 
 
 @pytest.mark.parametrize("inputs", [quantize.MAX_INT8_INPUTS, quantize.MAX_INT8_INPUTS + 16])
