@@ -1,12 +1,14 @@
-"""Small random models in the folder layout of published models, saved by `transformers`.
+"""Small random models in the layout of published models, and tokenizers of the same kinds.
 
 Each config.json has the published entries, but fewer layers, heads and tokens. Each tokenizer.json
 is trained with the pre-tokenizer and special tokens of its family.
 """
 
+import io
 import json
 from pathlib import Path
 
+import sentencepiece
 import torch
 from tokenizers import (
     Regex,
@@ -19,56 +21,63 @@ from tokenizers import (
     trainers,
 )
 
+from data.tokenizer import SentencePieceTokenizer
+
+# Texts that tokenizers treat differently.
+NASTY = (
+    "", " ", " a", "  two  spaces  ", "\ttab\t\t", "\n\nlines\r\n", "emoji 😀👩‍👩‍👧", "NUL\0!", "Привет, мир", "</s>",
+    "a<s> </s>b", "<unk><0x41>", "trailing  ", "0123 45", "e\u0301 \u00a0\u200b ﬁ½", "had a red ball. " * 9,
+    "if x:\n    return '</s>'\n",
+)  # fmt: skip
 # The pre-tokenizer pattern of Llama 3 and Qwen, which group digits differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SHARED = {
+    "attention_dropout": 0.0,
     "hidden_act": "silu",
     "initializer_range": 0.02,
     "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
     "use_cache": True,
 }
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
+    "mlp_bias": False,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+}
+QWEN = {
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
 }
 # The published entries. BOS and EOS depend on the vocabulary, so they are set below.
 CONFIGS = {
     "SmolLM2-135M": {
-        **SHARED,
         **LLAMA,
-        "attention_dropout": 0.0,
         "hidden_size": 576,
-        "initializer_range": 0.041666666666666664,
         "intermediate_size": 1536,
         "is_llama_config": True,
         "max_position_embeddings": 8192,
-        "mlp_bias": False,
         "num_attention_heads": 9,
-        "num_hidden_layers": 30,
         "num_key_value_heads": 3,
         "rope_interleaved": False,
         "rope_scaling": None,
         "rope_theta": 100000,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.40.1",
     },
     "Llama-3.2-1B": {
-        **SHARED,
         **LLAMA,
-        "attention_dropout": 0.0,
         "head_dim": 64,
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "max_position_embeddings": 131072,
-        "mlp_bias": False,
         "num_attention_heads": 32,
-        "num_hidden_layers": 16,
         "num_key_value_heads": 8,
         "rope_scaling": {
             "factor": 32.0,
@@ -78,68 +87,53 @@ CONFIGS = {
             "rope_type": "llama3",
         },
         "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.45.0.dev0",
+    },
+    "Qwen2.5-0.5B": {
+        **QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "sliding_window": 32768,
+        "use_mrope": False,
     },
     "Qwen3-0.6B": {
-        **SHARED,
+        **QWEN,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "head_dim": 128,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "max_position_embeddings": 40960,
         "max_window_layers": 28,
         "num_attention_heads": 16,
-        "num_hidden_layers": 28,
         "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
         "rope_scaling": None,
-        "rope_theta": 1000000,
         "sliding_window": None,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.51.0",
-        "use_sliding_window": False,
-    },
-    "TinyLlama-1.1B": {
-        **SHARED,
-        **LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 22,
-        "num_key_value_heads": 4,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "transformers_version": "4.35.0",
     },
     "Mistral-7B-v0.3": {
-        **SHARED,
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
-        "attention_dropout": 0.0,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "max_position_embeddings": 32768,
         "num_attention_heads": 32,
-        "num_hidden_layers": 32,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-05,
         "rope_theta": 1000000.0,
         "sliding_window": None,
         "tie_word_embeddings": False,
-        "transformers_version": "4.42.0.dev0",
     },
     "SmolLM3-3B": {
-        **SHARED,
+        **QWEN,
         "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "hidden_size": 2048,
         "intermediate_size": 11008,
         "max_position_embeddings": 65536,
@@ -147,39 +141,28 @@ CONFIGS = {
         "mlp_bias": False,
         "no_rope_layer_interval": 4,
         "num_attention_heads": 16,
-        "num_hidden_layers": 36,
         "num_key_value_heads": 4,
         "pad_token_id": 0,  # published: 128004
         "pretraining_tp": 2,
-        "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 5000000.0,
         "sliding_window": None,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.54.0.dev0",
-        "use_cache": False,
-        "use_sliding_window": False,
     },
 }
+SMOLLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA_2 = ["<unk>", "<s>", "</s>"]
 # Special tokens in the order of their ids, BOS in config.json, and all EOS tokens.
 SPECIAL = {
-    "SmolLM2-135M": (
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "<|endoftext|>",
-        ["<|endoftext|>"],
-    ),
+    "SmolLM2-135M": (SMOLLM, "<|endoftext|>", ["<|endoftext|>"]),
     "Llama-3.2-1B": (
         ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
         "<|begin_of_text|>",
         ["<|end_of_text|>"],
     ),
-    "Qwen3-0.6B": (
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "<|endoftext|>",
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "TinyLlama-1.1B": (["<unk>", "<s>", "</s>"], "<s>", ["</s>"]),
-    "Mistral-7B-v0.3": (["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "<s>", ["</s>"]),
+    "Qwen2.5-0.5B": (SMOLLM, "<|endoftext|>", ["<|endoftext|>"]),
+    "Qwen3-0.6B": (SMOLLM, "<|endoftext|>", ["<|im_end|>", "<|endoftext|>"]),
+    "TinyLlama-1.1B": (LLAMA_2, "<s>", ["</s>"]),
+    "Mistral-7B-v0.3": ([*LLAMA_2, "[INST]", "[/INST]"], "<s>", ["</s>"]),
     "SmolLM3-3B": (
         ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"],
         None,
@@ -191,7 +174,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
 
 
-def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save: object) -> None:
+def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> None:
     """Save a model of a family; `save` contains arguments of save_pretrained()."""
     import transformers
 
@@ -199,19 +182,22 @@ def make_folder(folder: Path, family: str, layers: int, texts: list[str], **save
     write_tokenizer(folder, family, texts)
     tokens, bos, eos = SPECIAL[family]
     ids = [tokens.index(token) for token in eos]
-    config = CONFIGS[family] | {
+    layers = 2 if family == "SmolLM3-3B" else 1
+    config = SHARED | CONFIGS[family]
+    config |= {
         "bos_token_id": None if bos is None else tokens.index(bos),
         "eos_token_id": ids[0],
         "num_hidden_layers": layers,
         "vocab_size": 640,  # more than the tokenizer's vocabulary
     }
-    # Use fewer heads of the published size, and scale the other widths equally.
-    shrink = 3 if config["num_key_value_heads"] == 3 else 4
+    # Use one head for keys and values, and scale the other widths equally.
+    shrink = config["num_key_value_heads"]
     for width in WIDTHS:
         config[width] //= shrink
+    config["intermediate_size"] //= 8
     if family == "SmolLM3-3B":
         config["layer_types"] = ["full_attention"] * layers
-        config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+        config["no_rope_layers"] = [1, 0]
     torch.manual_seed(0)
     settings = transformers.AutoConfig.for_model(**config)
     model = getattr(transformers, config["architectures"][0])(settings)
@@ -259,7 +245,6 @@ def write_tokenizer(folder: Path, family: str, texts: list[str]) -> None:
         "bos_token": bos if family in (*TEMPLATES, "SmolLM2-135M") else None,
         "eos_token": eos[0],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIGS[family]["max_position_embeddings"],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
@@ -273,12 +258,12 @@ def byte_level(family: str) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     else:
-        digits = 1 if family == "Qwen3-0.6B" else 3
+        digits = 1 if family.startswith("Qwen") else 3
         steps = [
             pre_tokenizers.Split(Regex(PATTERN % digits), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-    if family == "Qwen3-0.6B":
+    if family.startswith("Qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -297,3 +282,24 @@ def sentencepiece_like(family: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     return tokenizer
+
+
+def sentence_pieces(texts: list[str], **options: object) -> SentencePieceTokenizer:
+    """Train a SentencePiece model that can be exported, unless `options` say otherwise."""
+    model = io.BytesIO()
+    defaults = {
+        "model_type": "bpe",
+        "vocab_size": 400,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **defaults | options,
+    )
+    return SentencePieceTokenizer({"tokenizer.model": model.getvalue()})

@@ -1,71 +1,62 @@
-"""The logits of each variant match an independent implementation in `transformers`."""
+"""Models and their config.json match independent implementations in `transformers`."""
 
 import pytest
 import torch
 
+from model.build import build_model
 from model.context import ForwardContext
 from run.instantiate import instantiate
 from tests.conftest import YARN, close, redraw, tree_of
 from tools import attention_map
-from tools.formats.hf_config import to_hf_config
+from tools.formats.decoder import attention_knobs
+from tools.formats.hf_config import IMPORTED, from_hf_config, to_hf_config
 from tools.formats.weights import hf_weights
 
 FULL = "full_attention"
 SCALED = "attention.rope_scaling={_target_:model.rope."
-NO_NORMS = "attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null"
-# A variant with overrides: the transformers class.
+ROPE_NO_NORMS = "attention.kinds.rope.qk_norm=null attention.kinds.nope.qk_norm=null"
+LOCAL_NO_NORMS = "attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null"
+# A variant with overrides: the transformers class. Heads of 32 features are wider, and heads of 8
+# features narrower, than dim / heads.
 CLASSES = {
-    "llama": "Llama",
-    "llama attention.bias=true model.tied=true": "Llama",
-    "llama ffn=geglu": "Llama",
-    "gqa ffn=geglu": "Qwen3",
-    "mla ffn=geglu": "DeepseekV3",
+    "llama attention.bias=true model.tied=true ffn=geglu": "Llama",
     f"llama {SCALED}LinearScaling,factor:4}}": "Llama",
     f"llama {SCALED}Llama3,factor:8,low:1,high:4,context:16}}": "Llama",
     f"llama {YARN}": "Llama",
-    "gqa": "Qwen3",
-    "mqa": "Qwen3",
-    "mha": "Qwen3",
-    "sliding_window": "Qwen3",
+    "gqa attention.head_dim=32": "Qwen3",
     "local_global": "Qwen3",
-    "sliding_window attention.qk_norm=null": "Mistral",
-    "local_global attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null": "SmolLM3",
-    f"nope {NO_NORMS}": "SmolLM3",
-    f"nope {NO_NORMS} attention.kinds.rope.window=5": "SmolLM3",
-    "window_nope attention.kinds.local.qk_norm=null attention.kinds.full.qk_norm=null": "SmolLM3",
+    "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
+    f"nope {ROPE_NO_NORMS} attention.kinds.rope.window=5": "SmolLM3",
+    f"local_global {LOCAL_NO_NORMS}": "SmolLM3",
     "llama4": "Llama4",
-    "l2norm": "Llama4",
+    "l2norm attention.head_dim=32": "Llama4",
     "gpt_oss": "GraniteSWA",
-    "sink attention.qk_norm=null": "GraniteSWA",
-    "sink attention.qk_norm=null attention.window=5": "GraniteSWA",
-    "mla": "DeepseekV3",
+    "sink attention.qk_norm=null attention.head_dim=32": "GraniteSWA",
     f"mla {YARN}": "DeepseekV3",
     "mla attention.query_rank=24 attention.bias=true": "DeepseekV3",
-    "differential attention.qk_norm=null": "DiffLlama",
-    "gdn": "Qwen3_5",
-    "kda": "KimiLinear",
-    "kda attention.kinds.recurrent.kernel=3 attention.kinds.full.query_rank=24": "KimiLinear",
-    "mla attention.rope_base=null": "KimiLinear",
-    "gated": "Qwen3_5",
-    "gated attention.rope_fraction=0.5": "Qwen3_5",
-    # Heads that are wider (as in Qwen3-0.6B) or narrower than dim / heads.
-    "llama attention.head_dim=32": "Llama",
-    "gqa attention.head_dim=32": "Qwen3",
-    "sliding_window attention.qk_norm=null attention.head_dim=8": "Mistral",
-    f"nope {NO_NORMS} attention.kinds.rope.head_dim=32 attention.kinds.nope.head_dim=32": "SmolLM3",
-    "l2norm attention.head_dim=32": "Llama4",
-    "sink attention.qk_norm=null attention.head_dim=32": "GraniteSWA",
     "differential attention.qk_norm=null attention.head_dim=32": "DiffLlama",
     "gdn attention.kinds.full.head_dim=32": "Qwen3_5",
-    "gated attention.head_dim=32": "Qwen3_5",
+    "gated attention.rope_fraction=0.5": "Qwen3_5",
+    "kda attention.kinds.recurrent.kernel=3 attention.kinds.full.query_rank=24": "KimiLinear",
+    "mla attention.rope_base=null": "KimiLinear",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 
 
 def both_of(variant: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     import transformers
 
-    tree = tree_of(*variant.split(), "model.depth=3")
+    # With a large epsilon, a norm with another epsilon has other logits.
+    tree = tree_of(*variant.split(), "model.depth=3") | {"norm_eps": 0.1}
     ours, config = redraw(instantiate(tree)).eval(), to_hf_config(tree)
+    # Programs that ignore this entry assume true, as transformers does without it.
+    config.pop("rope_interleave", None)
     how = transformers.AutoConfig.for_model(
         **config, attn_implementation="eager", pad_token_id=None
     )
@@ -130,12 +121,88 @@ def test_softcap_attention_matches_gemma_2():
     assert compare_softcap() < 1e-4
 
 
-if __name__ == "__main__":  # python -m tests.tools.test_parity prints a table of docs/formats.md
-    print(
-        "| attention= | class of transformers | largest difference | cached to full |\n|---|---|---|---|"
-    )
-    for variant, kind in CLASSES.items():
-        print(
-            f"| `{variant}` | {kind}ForCausalLM | {compare(variant)[0]:.0e} | {compare(variant)[1]:.0e} |"
+def read_back(config: dict) -> dict:
+    from transformers import AutoConfig
+
+    (name,) = config["architectures"]
+    return from_hf_config(AutoConfig.for_model(**config).to_dict(), name)
+
+
+@pytest.mark.parametrize(
+    "variant", [variant for variant, name in CLASSES.items() if f"{name}ForCausalLM" in IMPORTED]
+)
+def test_an_exported_config_builds_the_same_model(variant):
+    tree = tree_of(*variant.split(), "model.depth=3")
+    again = read_back(to_hf_config(tree))
+    blocks = [build_model(each, "meta").blocks for each in (tree, again)]
+    for pair in zip(*blocks, strict=True):
+        ours, theirs = (
+            {key: value for key, value in vars(block.attention).items() if key[0] != "_"}
+            for block in pair
         )
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind", "knobs"),
+    [
+        ({"type": "linear", "factor": 4.0}, "LinearScaling", {"factor": 4.0}),
+        (LLAMA3, "Llama3", {"factor": 8.0, "low": 1.0, "high": 4.0, "context": 32}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
+            "YaRN",
+            {"factor": 4.0, "fast": 32.0, "slow": 1.0, "context": 64},
+        ),
+    ],
+)
+def test_configs_of_transformers_4_can_be_read(scaling, kind, knobs):
+    """transformers 4 wrote rope_theta and rope_scaling, and omitted defaults or wrote null."""
+    config = to_hf_config(tree_of("llama"))
+    for key in ("mlp_bias", "head_dim", "rope_parameters"):
+        del config[key]
+    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "num_key_value_heads": None}
+    attention = read_back(config)["attention"]
+    assert attention["rope_scaling"] == {"_target_": f"model.rope.{kind}"} | knobs
+    assert (attention["rope_base"], attention["kv_heads"]) == (500000.0, 4)
+
+
+def test_a_top_level_original_context_takes_precedence():
+    from transformers import AutoConfig
+
+    config = to_hf_config(tree_of("llama")) | {"original_max_position_embeddings": 16}
+    config["rope_parameters"] = LLAMA3 | {"rope_theta": 500.0}
+    del config["rope_scaling"]
+    theirs = AutoConfig.for_model(**config)
+    theirs.standardize_rope_params()  # as transformers does before computing frequencies
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 16
+    assert read_back(config)["attention"]["rope_scaling"]["context"] == 16
+
+
+def test_mistral_layer_types_must_match_the_window():
+    config = to_hf_config(tree_of("sliding_window", "attention.qk_norm=null"))
+    assert read_back(config)["attention"]["window"] == 5
+    # transformers would ignore layer_types.
+    with pytest.raises(ValueError, match="sliding_window=5"):
+        read_back(config | {"layer_types": ["full_attention"] * 2})
+
+
+def test_entries_that_a_class_fills_in_are_read():
+    """For example, Qwen2 and SmolLM3 derive the kinds of layers from an interval."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    config = sizes | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    config |= {"no_rope_layer_interval": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    layers = attention_knobs(read_back(config))
+    assert [layer["rope_base"] for layer in layers] == [2000000.0, None] * 2
+    config = sizes | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    layers = attention_knobs(read_back(config | {"num_key_value_heads": 2}))
+    assert [layer["window"] for layer in layers] == [None, 5, 5, 5]
+
+
+if __name__ == "__main__":  # python -m tests.tools.test_parity prints a table of docs/formats.md
+    print("| attention= | class of transformers | largest difference | cached to full |")
+    print("|---|---|---|---|")
+    for variant, kind in CLASSES.items():
+        theirs, cached = compare(variant)
+        print(f"| `{variant}` | {kind}ForCausalLM | {theirs:.0e} | {cached:.0e} |")
     print(f"| `softcap attention.qk_norm=null` | Gemma2Attention | {compare_softcap():.0e} | |")

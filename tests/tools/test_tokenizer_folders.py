@@ -1,6 +1,5 @@
 """Tokenizers in Hugging Face folders give the same ids as in transformers, or are refused."""
 
-import io
 import json
 import random
 import shutil
@@ -8,27 +7,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from sentencepiece import SentencePieceTrainer
 
+from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from tests.conftest import tell
-from tests.tools.families import CONFIGS, SPECIAL, write_tokenizer
-from tests.tools.test_export import NASTY
+from tests.faults.harness import source
+from tests.tools.families import CONFIGS, NASTY, SPECIAL, sentence_pieces, write_tokenizer
 from tools.import_hf import import_tokenizer
 
 EXTRA = {"content": "<extra>", "lstrip": False, "rstrip": False, "single_word": False}
-LLAMA = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-}
-FAST = {"add_bos_token": True, "add_prefix_space": False}
-GREEDY_STRIP = {"lstrip": True, "rstrip": True, "special": True}
+Change = Callable[[Path], None]
 
 
-def edit(name: str, **entries: object) -> Callable[[Path], None]:
+def edit(name: str, **entries: object) -> Change:
     """A change to a JSON file in the folder, which is created if missing; None removes an entry."""
 
     def change(folder: Path) -> None:
@@ -40,103 +33,66 @@ def edit(name: str, **entries: object) -> Callable[[Path], None]:
     return change
 
 
-def flag_tokens(special: bool | None) -> Callable[[Path], None]:
-    """A change that marks added tokens in tokenizer.json as special or not; None removes them."""
-
-    def change(folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
-        tokens = [token | {"special": special} for token in content["added_tokens"]]
-        content["added_tokens"] = [] if special is None else tokens
-        file.write_text(json.dumps(content), encoding="utf-8")
-
-    return change
+def write(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content, encoding="utf-8")
 
 
-def read_as(model_type: str, **entries: object) -> Callable[[Path], None]:
-    """A change to the model class and the tokenizer configuration."""
-
-    def change(folder: Path) -> None:
-        edit("config.json", model_type=model_type)(folder)
-        edit("tokenizer_config.json", **entries)(folder)
-
-    return change
+def no_special_tokens(folder: Path) -> None:
+    """Mark the added tokens in tokenizer.json as not special."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = False
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 config = partial(edit, "tokenizer_config.json")
+of_class = partial(edit, "config.json")
+fast = partial(
+    config,
+    tokenizer_class="LlamaTokenizer",
+    bos_token="<s>",
+    eos_token="</s>",
+    unk_token="<unk>",
+    add_bos_token=True,
+    add_prefix_space=False,
+)
 SMOL = "SmolLM2-135M"
 QWEN = "Qwen3-0.6B"
 TINY = "TinyLlama-1.1B"
 MISTRAL = "Mistral-7B-v0.3"
-# A folder and a change to it. SentencePiece models are "plain" or prepend a space.
+# A folder and the changes to it. SentencePiece models are "plain" or prepend a space.
 FOLDERS = {
-    "SmolLM2": (SMOL, config()),
-    "GPT-2's class": (SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=False)),
-    "special tokens are text": (SMOL, config(split_special_tokens=True)),
-    "an entry without effect": (SMOL, config(add_bos_token=True)),
-    "an extra token it has": (SMOL, config(extra_special_tokens=["<|im_start|>"])),
-    "padding": (SMOL, config(pad_token="<|im_end|>")),
-    "tokens that are not special": (SMOL, flag_tokens(False)),
-    "Llama 3": ("Llama-3.2-1B", config()),
-    "Llama 3 without an effect": ("Llama-3.2-1B", config(add_bos_token=False)),
-    "Llama's class, bytes": ("Llama-3.2-1B", config(tokenizer_class="LlamaTokenizer")),
-    "Qwen": (QWEN, config()),
-    "Qwen's class": (QWEN, config(tokenizer_class="Qwen2Tokenizer")),
-    "no class": (QWEN, config(tokenizer_class=None)),
-    "SmolLM3": ("SmolLM3-3B", config()),
-    "TinyLlama": (TINY, config()),
-    "TinyLlama's class": (TINY, config(tokenizer_class="LlamaTokenizer")),
-    "Mistral": (MISTRAL, config(tokenizer_class="LlamaTokenizer")),
-    "Llama 3 as Qwen2": ("Llama-3.2-1B", read_as("qwen2")),
-    "SmolLM2 as Qwen3": (SMOL, read_as("qwen3", tokenizer_class=None)),
-    "Qwen as GPT-2": (QWEN, config(tokenizer_class="GPT2TokenizerFast")),
-    "Mistral as Cohere": (MISTRAL, read_as("llama", tokenizer_class="CohereTokenizer")),
-    "the tokenizer of Qwen2": (QWEN, read_as("qwen2", tokenizer_class="LlamaTokenizerFast")),
-    "a class that Mistral ignores": ("Llama-3.2-1B", read_as("mistral", tokenizer_class="Cohere")),
-    "GPT-2's space": (SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=True)),
-    "Qwen's space": (QWEN, config(tokenizer_class="Qwen2TokenizerFast", add_prefix_space=True)),
-    "a new token": (SMOL, config(added_tokens_decoder={"600": EXTRA})),
-    "other options": (
-        SMOL,
-        config(added_tokens_decoder={"1": EXTRA | GREEDY_STRIP | {"content": "<|im_start|>"}}),
-    ),
-    "an extra token": (SMOL, config(extra_special_tokens=["<extra>"])),
-    "a named extra token": (SMOL, config(extra_special_tokens={"image_token": "<extra>"})),
-    "an additional token": (SMOL, config(additional_special_tokens=["ball"])),
-    "new padding": (SMOL, config(pad_token="<pad>")),
-    "a normal token as BOS": (SMOL, config(bos_token="ball")),
-    "added_tokens.json": (SMOL, edit("added_tokens.json", **{"<extra>": 600})),
-    "special_tokens_map.json": (SMOL, edit("special_tokens_map.json", sep_token="<extra>")),
-    "no special tokens": (SMOL, flag_tokens(None)),
-    "no space": (TINY, config(tokenizer_class="LlamaTokenizer", add_prefix_space=False)),
-    "no BOS": (TINY, config(tokenizer_class="LlamaTokenizer", add_bos_token=False)),
-    "an entry that transformers ignores": (
-        TINY,
-        config(tokenizer_class="LlamaTokenizer", add_eos_token=True),
-    ),
-    "SentencePiece": ("plain", config(**LLAMA | FAST)),
-    "SentencePiece, no BOS": ("plain", config(**LLAMA | FAST | {"add_bos_token": False})),
-    "SentencePiece, no special": ("plain", config(**LLAMA | FAST, split_special_tokens=True)),
-    "SentencePiece, no space": ("space", config(**LLAMA | FAST)),
-    "SentencePiece of Qwen3": ("plain", read_as("qwen3", **LLAMA | FAST)),
-    "SentencePiece of Mistral": ("space", read_as("mistral", **FAST)),
-    "SentencePiece of Qwen2": ("plain", read_as("qwen2", **LLAMA | FAST)),
-    "SentencePiece of Gemma": (
-        "plain",
-        config(**LLAMA | FAST | {"tokenizer_class": "GemmaTokenizer"}),
-    ),
-    "SentencePiece, a new token": (
-        "plain",
-        config(**LLAMA | FAST, added_tokens_decoder={"600": EXTRA}),
-    ),
+    "SmolLM2": [SMOL],
+    "Llama 3": ["Llama-3.2-1B"],
+    "Qwen": [QWEN],
+    "SmolLM3": ["SmolLM3-3B"],
+    "TinyLlama": [TINY],
+    "Mistral": [MISTRAL, config(tokenizer_class="LlamaTokenizer")],
+    "special tokens are text": [SMOL, config(split_special_tokens=True)],
+    "tokens that are not special": [SMOL, no_special_tokens],
+    "no class": [SMOL, of_class(model_type="qwen3"), config(tokenizer_class=None)],
+    "another class": [QWEN, config(tokenizer_class="GPT2TokenizerFast")],
+    "a space in front": [SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=True)],
+    "a new token": [SMOL, config(added_tokens_decoder={"600": EXTRA})],
+    "special_tokens_map.json": [SMOL, edit("special_tokens_map.json", sep_token="<extra>")],
+    "no BOS": [TINY, config(tokenizer_class="LlamaTokenizer", add_bos_token=False)],
+    "SentencePiece": ["plain", fast()],
+    "SentencePiece, no BOS": ["plain", fast(add_bos_token=False)],
+    "SentencePiece, special tokens are text": ["plain", fast(split_special_tokens=True)],
+    "SentencePiece of Qwen2": ["plain", of_class(model_type="qwen2"), fast()],
 }
-# Tokenizers that our checkpoints cannot express: they add more than BOS to a prompt.
 REFUSED = {
-    "SentencePiece of T5": (
-        "plain",
-        config(**LLAMA | FAST | {"tokenizer_class": "T5TokenizerFast"}),
-    ),
-    "SentencePiece, EOS after a text": ("plain", config(**LLAMA | FAST, add_eos_token=True)),
+    # These add more than BOS to a prompt, which our checkpoints cannot express.
+    "SentencePiece of T5": ["plain", fast(tokenizer_class="T5TokenizerFast")],
+    "EOS after a text": ["plain", fast(add_eos_token=True)],
+    "no class for SentencePiece": ["plain"],
+    "not a tokenizer": [SMOL, write("tokenizer.json", "{}")],
+    "no tokens": [SMOL, edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []})],
+    "no EOS": [SMOL, of_class(eos_token_id=None), config(eos_token=None)],
+    "EOS outside": [SMOL, edit("generation_config.json", eos_token_id=[2, 128001])],
+    "a list": [SMOL, write("generation_config.json", "[1]")],
+    "nested": [SMOL, write("tokenizer_config.json", 100_000 * "[")],
 }
 
 
@@ -151,27 +107,17 @@ def originals(tmp_path_factory):
         if folder.exists():
             return folder
         folder.mkdir()
-        entries = {"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}
-        if name in CONFIGS:
+        model_type = "llama"
+        eos_id = 2
+        if name in SPECIAL:
             write_tokenizer(folder, name, texts)
-            tokens, _, (eos, *_) = SPECIAL[name]
-            entries = {"model_type": CONFIGS[name]["model_type"], "eos_token_id": tokens.index(eos)}
+            tokens, _, eos = SPECIAL[name]
+            model_type = CONFIGS.get(name, {}).get("model_type", "llama")
+            eos_id = tokens.index(eos[0])
         else:
-            written = io.BytesIO()
-            SentencePieceTrainer.train(
-                sentence_iterator=iter(texts),
-                model_writer=written,
-                model_type="bpe",
-                vocab_size=400,
-                hard_vocab_limit=False,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=name == "space",
-                minloglevel=2,
-            )
-            (folder / "tokenizer.model").write_bytes(written.getvalue())
-        (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")
+            model = sentence_pieces(texts, add_dummy_prefix=name == "space")
+            (folder / "tokenizer.model").write_bytes(model.files["tokenizer.model"])
+        of_class(model_type=model_type, eos_token_id=eos_id)(folder)
         return folder
 
     return made
@@ -181,9 +127,10 @@ def originals(tmp_path_factory):
 def changed(originals, tmp_path):
     """A function that returns a changed copy of a folder."""
 
-    def copy(name: str, change: Callable[[Path], None]) -> Path:
+    def copy(name: str, *changes: Change) -> Path:
         folder = shutil.copytree(originals(name), tmp_path / "model")
-        change(folder)
+        for change in changes:
+            change(folder)
         return folder
 
     return copy
@@ -209,11 +156,13 @@ def test_ids_and_text_match_transformers(kind, changed):
         ids = ours.encode_prompt(text)
         assert ids == (theirs(text)["input_ids"] or [ours.bos]), text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        # In a document, the text of BOS or EOS is ordinary text.
+        assert {ours.bos, *ours.eos_ids}.isdisjoint(ours.encode(text)), text
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_folder_that_transformers_reads_differently_is_refused(kind, changed):
-    with pytest.raises(ValueError, match="in transformers"):
+def test_a_folder_that_cannot_be_expressed_is_refused(kind, changed):
+    with pytest.raises(ValueError):
         import_tokenizer(changed(*REFUSED[kind]))
 
 
@@ -227,6 +176,23 @@ def test_a_sentencepiece_model_without_a_config_is_read_as_by_transformers_4(ori
         assert ours.encode_prompt(text) == theirs(text)["input_ids"]
     model = Tokenizer.load(originals("space") / "tokenizer.model")
     assert ours.encode_documents(["Ann had a ball"]) == model.encode_documents(["Ann had a ball"])
-    # transformers would prepend a space that this model does not.
-    with pytest.raises(ValueError, match="fix: set tokenizer_class"):
-        import_tokenizer(originals("plain"))
+
+
+@pytest.mark.parametrize("family", [SMOL, "Llama-3.2-1B", "SmolLM3-3B"])
+def test_documents_are_encoded_as_plain_text_between_bos_and_eos(
+    family, originals, story, tmp_path
+):
+    tokenizer = import_tokenizer(originals(family))
+    text = f"a {tokenizer.piece(tokenizer.eos)} ж"
+    assert tokenizer.eos in tokenizer.encode_prompt(text)
+    (document,) = tokenizer.encode_documents([text])
+    assert tokenizer.decode(document) == text
+    # If BOS is an EOS, the BOS of the next document ends this one.
+    ends = [] if tokenizer.bos in tokenizer.eos_ids else [tokenizer.eos]
+    assert document == [tokenizer.bos, *tokenizer.encode(text), *ends]
+    assert tokenizer.nbytes(np.array(document)) == len(text.encode())
+
+    for name, content in tokenizer.files.items():
+        (tmp_path / name).write_bytes(content)
+    corpus = prepare(source(story, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "cache")
+    assert corpus.tokenizer.files == tokenizer.files and corpus.validation[0] == tokenizer.bos

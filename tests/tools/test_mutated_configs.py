@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from tests.conftest import close
 from tools.formats.hf_config import read_config
 from tools.import_hf import import_weights
 
+NUM_CONFIGS = 834  # of each class
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -79,9 +79,11 @@ def mutate(config: dict, draw: random.Random) -> dict:
     return config
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
-def count_alike(name: str, count: int, folder: Path) -> int:
-    """Mutate a config `count` times; return the number of mutations that both programs accept."""
+def test_mutated_configs_match_transformers_or_are_refused(name, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -89,28 +91,21 @@ def count_alike(name: str, count: int, folder: Path) -> int:
     whole = SIZES | CLASSES[name]
     whole |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**whole))
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
     tokens = torch.randint(128, (2, 33))
-    alike = 0
-    for number in range(count):
+    num_accepted = 0
+    for number in range(NUM_CONFIGS):
         config = mutate(whole, draw) if number else whole
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
-            architecture, tree = read_config(folder)
-            weights = import_weights(folder, architecture, tree)
+            architecture, tree = read_config(tmp_path)
+            weights = import_weights(tmp_path, architecture, tree)
         except (ValueError, IntegrityError):
             assert number > 0
             continue
         ours = build_model(tree, seed=None).eval()
         ours.load_state_dict(weights)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0, msg=str(config))
-        alike += 1
-    return alike
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("count", [34, pytest.param(834, marks=pytest.mark.long)])
-def test_mutated_configs_match_transformers_or_are_refused(name, count, tmp_path):
-    assert count_alike(name, count, tmp_path) > count / 10
+        num_accepted += 1
+    assert num_accepted > NUM_CONFIGS / 10
