@@ -10,9 +10,10 @@ from tools.compare.runs import Run
 
 def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int = 1000) -> Run:
     """A run on text with this final loss in bits per byte."""
-    words = (f"attention={variant}", f"seed={seed}", f"name={variant}", *overrides)
+    # Composed once for all seeds.
+    words = (f"attention={variant}", f"name={variant}", *overrides)
     settings = settings_of(*TINY, *words).model_dump()
-    settings |= {"machine": {"device": "cpu"}, "text": "abc"}
+    settings |= {"seed": seed, "machine": {"device": "cpu"}, "text": "abc"}
     slices = {"repeated": 2 * loss, "new": 4 * loss}
     first = {"step": 1, "tokens": tokens // 2, "seconds": 1.0, "train_loss": 6.0}
     last = first | {"step": 2, "tokens": tokens, "val_loss": 3 * loss, "val_bpb": loss}

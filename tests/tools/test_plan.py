@@ -8,7 +8,7 @@ import pytest
 
 from run.compose import compose
 from run.settings import flatten
-from tests.conftest import VARIANTS, saved, settings_of, tree_of
+from tests.conftest import saved, settings_of, tree_of
 from tools.compare import plan
 from tools.compare.jobs import Job
 from tools.compare.plan import match_hidden, plan_variants, train_variants
@@ -16,8 +16,8 @@ from tools.compare.runs import Run
 from tools.compare.sweep import expand_sweep, name_variants
 
 
-def num_parameters(overrides: list[str]) -> int:
-    model = plan.build_model(compose(overrides).model, "meta")
+def num_parameters(settings: dict) -> int:
+    model = plan.build_model(settings["model"], "meta")
     return sum(p.numel() for p in model.parameters())
 
 
@@ -35,14 +35,6 @@ def plan_jobs(monkeypatch):
     return lambda words, match, folder: train_variants(
         plan_variants(words, match, folder, has_search=False), has_search=False
     )
-
-
-def test_each_variant_is_composed_once(plan_jobs, monkeypatch):
-    composed = []
-    read = plan.read_settings
-    monkeypatch.setattr(plan, "read_settings", lambda words: composed.append(words) or read(words))
-    jobs = plan_jobs(["attention=gqa,mqa", "seed=range(0,5)"], "params", Path("out"))
-    assert len(jobs) == 10 and len(composed) == 2
 
 
 def test_each_job_composes_to_the_requested_settings(plan_jobs):
@@ -85,36 +77,31 @@ def test_the_first_run_of_each_size_is_its_baseline(plan_jobs):
         assert job.baseline is (None if name == first else jobs[first])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mla", "gdn", "shared_kv", "retention"])
 @pytest.mark.parametrize("kind", ["params", "flops"])
-def test_every_preset_can_be_matched_to_the_baseline_size(kind, variant):
-    for name in ("tiny", "350m"):
-        words = (f"model={name}", "model.depth=6")  # the length of the longest pattern
-        target = plan.SIZES[kind](plan.build_model(settings_of(*words).model, "meta"))
-        tree = settings_of(*words, f"attention={variant}").model
-        hidden = match_hidden(tree, plan.SIZES[kind], target)
-        model = plan.build_model(tree | {"hidden": hidden}, "meta")
-        size = model.training_flops()
-        if kind == "params":
-            size = sum(p.numel() for p in model.parameters())
-        assert abs(size / target - 1) <= 0.01, name
+def test_a_preset_can_be_matched_to_the_baseline_size(kind, variant):
+    words = ("model=tiny", "model.depth=6")
+    target = plan.SIZES[kind](plan.build_model(settings_of(*words).model, "meta"))
+    tree = settings_of(*words, f"attention={variant}").model
+    hidden = match_hidden(tree, plan.SIZES[kind], target)
+    model = plan.build_model(tree | {"hidden": hidden}, "meta")
+    size = model.training_flops()
+    if kind == "params":
+        size = sum(p.numel() for p in model.parameters())
+    assert abs(size / target - 1) <= 0.01
 
 
-def test_matching_sizes_changes_only_the_feed_forward_width(plan_jobs):
-    jobs = plan_jobs(["attention=gqa,mha", "model=tiny", "seed=3"], "params", Path("out"))
-    one, other = (dict(flatten(compose(job.overrides).model_dump())) for job in jobs)
-    swept = ("name", "run_dir", "model.attention.kv_heads")
-    assert {key for key in one if one[key] != other[key]} == {"model.hidden", *swept}
-    assert one["model.hidden"] == settings_of("model=tiny").model["hidden"]
-
-
-def test_sizes_are_matched_within_each_model_size(plan_jobs):
-    jobs = plan_jobs(["attention=gqa,mla", "model=tiny,small"], "params", Path("out"))
-    sizes = {compose(job.overrides).name: num_parameters(job.overrides) for job in jobs}
-    assert list(sizes) == ["gqa-tiny", "gqa-small", "mla-tiny", "mla-small"]
+def test_sizes_are_matched_within_each_model_size_by_the_feed_forward_width(plan_jobs):
+    jobs = plan_jobs(["attention=gqa,mha", "model=tiny,small"], "params", Path("out"))
+    jobs = {job.settings["name"]: job.settings for job in jobs}
+    assert list(jobs) == ["gqa-tiny", "gqa-small", "mha-tiny", "mha-small"]
+    swept = {"name", "model.attention.kv_heads"}
     for size in ("tiny", "small"):
-        assert sizes[f"mla-{size}"] == pytest.approx(sizes[f"gqa-{size}"], rel=0.01)
-    assert sizes["gqa-small"] > 2 * sizes["gqa-tiny"]
+        gqa, mha = (dict(flatten(jobs[f"{name}-{size}"])) for name in ("gqa", "mha"))
+        assert {key for key in gqa if gqa[key] != mha[key]} == {"model.hidden", *swept}
+        pair = [num_parameters(jobs[f"{name}-{size}"]) for name in ("gqa", "mha")]
+        assert pair[1] == pytest.approx(pair[0], rel=0.01)
+    assert num_parameters(jobs["gqa-small"]) > 2 * num_parameters(jobs["gqa-tiny"])
 
 
 BOWL = {"gqa": 1.0, "mqa": 4.0, "mha": 0.25}  # the best learning rate factor of each variant
@@ -127,7 +114,7 @@ def test_the_search_finds_the_best_rate_of_each_variant(monkeypatch, diverges_fr
 
     def train_all(jobs: list[Job]) -> None:
         for job in jobs:
-            settings = compose(job.overrides).model_dump()
+            settings = job.settings
             factor = settings["optimizer"]["lr"] / 0.01
             rates.append((settings["name"], settings["seed"], factor))
             assert job.factor is None or job.factor == pytest.approx(factor, rel=1e-3)
