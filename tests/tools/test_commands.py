@@ -46,14 +46,11 @@ def test_options_cannot_be_abbreviated(command):
 MISPLACED = {
     "evaluate runs/drawn": "--text",
     "export_hf runs/drawn mine": "--out",
-    "attention_map Ann": "--out",
-    "import_hf there": "--out",
     "import_hf runs/drawn --out mine": "runs/drawn",
     "cost --attention gqa,mha": "--attention",
     "cost attention=gqa,mhaa": "attention=mha",
     "bench train --attention mha": "--attention",
     "compare runs/drawn runs/other": "runs/drawn",
-    "evaluate --slice": "--slices",
 }
 
 
