@@ -12,7 +12,7 @@ import torch
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import DATASETS, SHORT, STORIES, TINY, saved, settings_of, stories, tree_of
+from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
 from tests.conftest import drawn as drawn_model
 from tests.tools.families import write_tokenizer
 from tools.evaluate import Row, measure_lengths, total_nats, windows
@@ -115,13 +115,13 @@ def test_windows_match_lm_evaluation_harness():
     assert len(windows([prefix, *range(20)], 10)) == 2
 
 
-@pytest.mark.parametrize("family", ["SentencePiece", "Llama-3.2-1B", "SmolLM2-135M"])
+@pytest.mark.parametrize("family", ["SentencePiece", "SmolLM2-135M"])
 def test_bits_per_byte_match_a_plain_loop(command, story, tokenizer, family):
-    """Tests tokenizers that do or do not prepend BOS to a prompt."""
+    """Tests a tokenizer that prepends BOS to a prompt, and one that does not."""
     if family != "SentencePiece":
         write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
         tokenizer = import_tokenizer(Path())
-        assert tokenizer.starts_with_bos == (family == "Llama-3.2-1B")
+        assert not tokenizer.starts_with_bos
     model = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer).double()
     # In a document, special tokens are plain text.
     texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x", "a </s><|endoftext|> b"]
@@ -136,16 +136,16 @@ def test_bits_per_byte_match_a_plain_loop(command, story, tokenizer, family):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "gdn"])
-@pytest.mark.parametrize("context", [40, 150])
+@pytest.mark.parametrize("variant, context", [("gqa", 40), ("gdn", 150)])
 def test_the_context_option_sets_the_window_length(command, tokenizer, variant, context):
     model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
     assert model.context == 64
-    text = "Ann had a red ball. Bob said: may I? " * 30
+    text = "Ann had a red ball. Bob said: may I? " * 20
     Path("some.txt").write_text(text, encoding="utf-8")
     words = ("--run", "runs/drawn", "--text", "some.txt", "--context", str(context))
     found = evaluated(command, *words)
     tokens = [tokenizer.bos, *tokenizer.encode(text)]
+    assert len(tokens) > 200
     assert (found["context"], found["tokens"]) == (context, len(tokens) - 1)
     expected = rolling_nats(model, tokens, context) / (len(tokens) - 1)
     assert found["nats_per_token"] == pytest.approx(expected, rel=1e-5)
@@ -164,31 +164,20 @@ def test_the_held_out_text_of_the_run_is_evaluated(command, trained):
     assert nats / (len(tokens) - 1) == pytest.approx(found["val_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["--slices", "--lengths"])
-def test_a_text_that_has_changed_since_training_is_refused(command, story, kind):
+def test_a_text_that_has_changed_since_training_is_refused(command, story):
     text = ("context=8", "data=text", f"data.path={story}", "data.vocab_size=400")
     saved_run(Path("runs/drawn"), settings_of(*text).model_dump())
-    command("tools/evaluate.py", "--run", "runs/drawn", kind).succeeded()
-    story.write_text(
-        story.read_text(encoding="utf-8") + "<|endoftext|>\nWords that no one has heard before.\n",
-        encoding="utf-8",
-    )
-    result = command("tools/evaluate.py", "--run", "runs/drawn", kind)
-    assert result.code == 2 and not result.out
-    assert "the text has changed since the model was trained on it" in result.err
-    assert "--text FILE" in result.err.splitlines()[-1]
+    words = ("tools/evaluate.py", "--run", "runs/drawn", "--slices")
+    command(*words).succeeded()
+    old = story.read_text(encoding="utf-8")
+    story.write_text(old + "<|endoftext|>\nWords that no one has heard.\n", encoding="utf-8")
+    result = command(*words)
+    assert result.code == 2 and not result.out and "--text FILE" in result.err
 
 
-@pytest.mark.parametrize("words", ["", "data.tokenizer=given.model"])
 def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
-    command, trained, tokenizer, monkeypatch, words
+    command, trained, tokenizer, monkeypatch
 ):
-    if words:
-        Path("given.model").write_bytes(tokenizer.files["tokenizer.model"])
-        text = ("data=text", "data.path=story.txt", "data.vocab_size=400", words)
-        command("train.py", *TINY, *SHORT, *text, "run_dir=given").succeeded()
-        Path("given.model").unlink()
-        trained = Path("given")
     before = evaluated(command, "--run", str(trained), "--slices")
     # A newly trained tokenizer would differ.
     monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
@@ -196,22 +185,15 @@ def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
     assert evaluated(command, "--run", str(trained), "--slices") == before
 
 
-def test_task_rows_have_the_length_of_the_context(command):
-    settings = settings_of("data=recall", "context=64", "data.pairs=[4]", "data.vocab_size=16")
-    saved_run(Path("runs/recall"), settings.model_dump())
-    words = ("--run", "runs/recall", "--slices", "--context")
-    slices = [set(evaluated(command, *words, context)["slices"]) for context in ("64", "128")]
-    # Answers follow the pairs, at distances shorter than a row.
-    assert slices[1] - slices[0] == {"distance 65-128"}
-
-
-def test_accuracy_is_reported_for_held_out_task_rows(command):
+def test_a_task_is_evaluated_in_rows_of_the_context(command):
     settings = settings_of("data=recall", "context=64", "data.pairs=[2,4]", "data.vocab_size=16")
     saved_run(Path("runs/recall"), settings.model_dump())
-    found = evaluated(command, "--run", "runs/recall", "--slices")
+    words = ("--run", "runs/recall", "--slices", "--context")
+    found, longer = (evaluated(command, *words, context) for context in ("64", "128"))
+    # Answers follow the pairs, at distances shorter than a row.
+    assert longer["slices"].keys() - found["slices"].keys() == {"distance 65-128"}
     mean = (found["recall_accuracy_2"] + found["recall_accuracy_4"]) / 2
     assert 0 < found["recall_accuracy"] == pytest.approx(mean)
-    assert any(name.startswith("distance") for name in found["slices"])
 
 
 def test_the_loss_of_a_batch_equals_the_sum_over_separate_rows(drawn):
@@ -225,7 +207,7 @@ def test_the_loss_of_a_batch_equals_the_sum_over_separate_rows(drawn):
         assert total_nats(model, rows, batch_size) == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "gdn", "mla"])
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
 def test_losses_at_longer_contexts_match_a_plain_loop(command, story, variant):
     trained = 8
     text = (f"context={trained}", "data=text", f"data.path={story}", "data.vocab_size=400")
@@ -253,16 +235,15 @@ def test_a_held_out_text_shorter_than_a_window_is_refused(command, story):
 
 
 @pytest.mark.parametrize(
-    "wanted, message",
+    "wanted, named",
     [
         (("--text", "none.txt"), "none.txt"),
         (("--slices",), "not a run"),
-        (("--lengths",), "not a run"),
-        (("--lengths", "--context", "9"), "--lengths cannot be combined with --context"),
-        (("--slices", "--separator", "x"), "--slices cannot be combined with --separator"),
-        ((), "--text --slices --lengths is required"),
+        (("--lengths", "--context", "9"), "--context"),
+        (("--slices", "--separator", "x"), "--separator"),
+        ((), "--text --slices --lengths"),
     ],
 )
-def test_an_invalid_evaluation_is_refused_in_one_line(command, drawn_run, wanted, message):
+def test_an_invalid_evaluation_is_refused_by_name(command, drawn_run, wanted, named):
     result = command("tools/evaluate.py", "--run", str(drawn_run), *wanted)
-    assert result.code == 2 and message in result.err and not result.out
+    assert result.code == 2 and named in result.err and not result.out
