@@ -204,7 +204,7 @@ def begun(said: Path, *words: str) -> Forked:
 
 
 def test_a_killed_comparison_resumes(command, words, quick, tmp_path):
-    asked = ["attention=gqa,mqa", *words, "steps=40", "save_every=10", "eval_every=10"]
+    asked = ["attention=gqa,mqa", *words, "steps=30", "save_every=10", "eval_every=15"]
     command(COMPARE, *asked, "--dir", "whole").succeeded()
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
@@ -233,14 +233,7 @@ def test_only_one_comparison_at_a_time_trains_in_a_folder(command, words, quick)
 
 @pytest.mark.long
 def test_a_window_of_two_tokens_is_judged_worse_but_different_seeds_are_not(command):
-    words = [
-        "model=tiny",
-        "context=128",
-        "batch_tokens=2048",
-        "max_minutes=null",
-        "steps=150",
-        "compile=false",
-    ]
+    words = ["model=tiny", "context=128", "batch_tokens=2048", "steps=150", "max_minutes=null"]
     seeds = {"early": range(3), "late": range(3, 6), "cut": range(3)}
     runs = []
     for name, each in seeds.items():
@@ -313,8 +306,7 @@ def test_a_run_differs_if_an_option_is_added_or_left_out():
 
 
 def test_the_median_speed_excludes_the_first_line():
-    lines = [{"step": 1, "tokens_per_second": 9.0}]
-    lines += [{"tokens_per_second": speed} for speed in (0.5, 0.1, 0.2, None)]
+    lines = [{"tokens_per_second": speed} for speed in (9.0, 0.5, 0.1, 0.2, None)]
     assert median_of_log(lines, "tokens_per_second") == 0.2
     assert median_of_log(lines[:1], "tokens_per_second") == 9.0
     assert median_of_log(lines, "mfu") is None
