@@ -1,7 +1,7 @@
 """Small random models in the layout of published models, and tokenizers of the same kinds.
 
-Each config.json has the published entries, but fewer layers, heads and tokens. Each tokenizer.json
-is trained with the pre-tokenizer and special tokens of its family.
+Each config.json has the published entries, but small sizes. Each tokenizer.json is trained with the
+pre-tokenizer and special tokens of its family.
 """
 
 import io
@@ -34,120 +34,93 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Entries of all families, with small sizes.
 SHARED = {
     "attention_dropout": 0.0,
     "hidden_act": "silu",
+    "hidden_size": 64,
     "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.45.0.dev0",
     "use_cache": True,
+    "vocab_size": 640,  # more than the tokenizer's vocabulary
 }
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
     "mlp_bias": False,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": True,
 }
-QWEN = {
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-}
-# The published entries. BOS and EOS depend on the vocabulary, so they are set below.
+# The other published entries. BOS and EOS depend on the vocabulary, so they are set below.
 CONFIGS = {
     "SmolLM2-135M": {
         **LLAMA,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
         "is_llama_config": True,
-        "max_position_embeddings": 8192,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
         "rope_interleaved": False,
         "rope_scaling": None,
         "rope_theta": 100000,
     },
     "Llama-3.2-1B": {
         **LLAMA,
-        "head_dim": 64,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        "head_dim": 32,
         "rope_scaling": {
             "factor": 32.0,
             "high_freq_factor": 4.0,
             "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
+            "original_max_position_embeddings": 512,
             "rope_type": "llama3",
         },
         "rope_theta": 500000.0,
     },
     "Qwen2.5-0.5B": {
-        **QWEN,
-        "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
         "max_window_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
         "sliding_window": 32768,
         "use_mrope": False,
+        "use_sliding_window": False,
     },
     "Qwen3-0.6B": {
-        **QWEN,
-        "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": False,
-        "head_dim": 128,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40960,
+        "head_dim": 32,
         "max_window_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
         "rope_scaling": None,
         "sliding_window": None,
+        "use_sliding_window": False,
     },
     "Mistral-7B-v0.3": {
-        "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
         "sliding_window": None,
         "tie_word_embeddings": False,
     },
     "SmolLM3-3B": {
-        **QWEN,
-        "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",
         "attention_bias": False,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 65536,
         "max_window_layers": 28,
         "mlp_bias": False,
         "no_rope_layer_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
         "pad_token_id": 0,  # published: 128004
         "pretraining_tp": 2,
         "rope_scaling": None,
-        "rope_theta": 5000000.0,
         "sliding_window": None,
+        "use_sliding_window": False,
     },
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 SMOLLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA_2 = ["<unk>", "<s>", "</s>"]
@@ -169,9 +142,18 @@ SPECIAL = {
         ["<|im_end|>", "<|end_of_text|>"],
     ),
 }
-WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # Families whose post-processor prepends BOS to a text.
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
+
+
+def config_of(family: str, depth: int) -> dict:
+    """The config.json of a model, without BOS and EOS."""
+    config = SHARED | CONFIGS[family]
+    config |= {"architectures": [CLASSES[config["model_type"]]], "num_hidden_layers": depth}
+    if family == "SmolLM3-3B":
+        config["layer_types"] = ["full_attention"] * depth
+        config["no_rope_layers"] = [int(layer % 2 == 0) for layer in range(depth)]
+    return config
 
 
 def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> None:
@@ -182,25 +164,13 @@ def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> 
     write_tokenizer(folder, family, texts)
     tokens, bos, eos = SPECIAL[family]
     ids = [tokens.index(token) for token in eos]
-    layers = 2 if family == "SmolLM3-3B" else 1
-    config = SHARED | CONFIGS[family]
-    config |= {
+    config = config_of(family, depth=2) | {
         "bos_token_id": None if bos is None else tokens.index(bos),
         "eos_token_id": ids[0],
-        "num_hidden_layers": layers,
-        "vocab_size": 640,  # more than the tokenizer's vocabulary
     }
-    # Use one head for keys and values, and scale the other widths equally.
-    shrink = config["num_key_value_heads"]
-    for width in WIDTHS:
-        config[width] //= shrink
-    config["intermediate_size"] //= 8
-    if family == "SmolLM3-3B":
-        config["layer_types"] = ["full_attention"] * layers
-        config["no_rope_layers"] = [1, 0]
     torch.manual_seed(0)
     settings = transformers.AutoConfig.for_model(**config)
-    model = getattr(transformers, config["architectures"][0])(settings)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

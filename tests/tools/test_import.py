@@ -33,7 +33,7 @@ def published(tmp_path_factory):
         run = root / f"our-{family}"
         if not folder.exists():
             # The smallest model is saved in several files.
-            save = {"max_shard_size": "200KB"} if family == "SmolLM2-135M" else {}
+            save = {"max_shard_size": "40KB"} if family == "SmolLM2-135M" else {}
             make_folder(folder, family, texts, **save)
             import_hf.main(Namespace(folder=folder, out=run))
         return folder, run
