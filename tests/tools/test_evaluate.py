@@ -115,40 +115,38 @@ def test_windows_match_lm_evaluation_harness():
     assert len(windows([prefix, *range(20)], 10)) == 2
 
 
-@pytest.mark.parametrize("family", ["SentencePiece", "SmolLM2-135M"])
-def test_bits_per_byte_match_a_plain_loop(command, story, tokenizer, family):
-    """Tests a tokenizer that prepends BOS to a prompt, and one that does not."""
+@pytest.mark.parametrize(
+    "variant, family, context",
+    [
+        ("gqa", "SentencePiece", 64),  # the context of training
+        ("gqa", "SmolLM2-135M", 40),  # a tokenizer that does not prepend BOS to a prompt
+        ("gdn", "SentencePiece", 150),
+    ],
+)
+def test_the_loss_of_a_text_matches_a_plain_loop(
+    command, story, tokenizer, variant, family, context
+):
     if family != "SentencePiece":
         write_tokenizer(Path(), family, [story.read_text(encoding="utf-8")])
         tokenizer = import_tokenizer(Path())
         assert not tokenizer.starts_with_bos
-    model = saved(Path("runs/drawn"), tree_of("gqa"), tokenizer).double()
+    model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
     # In a document, special tokens are plain text.
     texts = ["Ann had a red ball.", "Привет! Bob said: " * 20, "x", "a </s><|endoftext|> b"]
     Path("some.txt").write_text("\n<|endoftext|>\n".join(texts), encoding="utf-8")
-    found = evaluated(command, "--run", "runs/drawn", "--text", "some.txt", "--batch-size", "2")
+    words = ["--run", "runs/drawn", "--text", "some.txt", "--batch-size", "2"]
+    if context != model.context:
+        words += ["--context", str(context)]
+    found = evaluated(command, *words)
     rows = [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_batch(texts)]
     assert all({tokenizer.bos, *tokenizer.eos_ids}.isdisjoint(row[1:]) for row in rows)
-    assert max(map(len, rows)) > 2 * model.context
-    nats, count = sum(rolling_nats(model, row) for row in rows), sum(len(row) - 1 for row in rows)
-    assert (found["tokens"], found["bytes"]) == (count, len("".join(texts).encode()))
+    assert max(map(len, rows)) > context
+    nats = sum(rolling_nats(model, row, context) for row in rows)
+    count = sum(len(row) - 1 for row in rows)
+    assert (found["context"], found["tokens"]) == (context, count)
+    assert found["bytes"] == len("".join(texts).encode())
     assert found["nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
-
-
-@pytest.mark.parametrize("variant, context", [("gqa", 40), ("gdn", 150)])
-def test_the_context_option_sets_the_window_length(command, tokenizer, variant, context):
-    model = saved(Path("runs/drawn"), tree_of(variant), tokenizer).double()
-    assert model.context == 64
-    text = "Ann had a red ball. Bob said: may I? " * 20
-    Path("some.txt").write_text(text, encoding="utf-8")
-    words = ("--run", "runs/drawn", "--text", "some.txt", "--context", str(context))
-    found = evaluated(command, *words)
-    tokens = [tokenizer.bos, *tokenizer.encode(text)]
-    assert len(tokens) > 200
-    assert (found["context"], found["tokens"]) == (context, len(tokens) - 1)
-    expected = rolling_nats(model, tokens, context) / (len(tokens) - 1)
-    assert found["nats_per_token"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_held_out_text_of_the_run_is_evaluated(command, trained):

@@ -1,13 +1,11 @@
 """Each variant is judged at its best learning rate: the search, and the whole procedure."""
 
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tools.compare.comparison import Comparison, withhold_verdicts
 from tools.compare.statistics import judge
 from tools.compare.tuning import FACTORS, FARTHEST, Optimum, find_optimum, next_factor, rate_losses
 
@@ -66,18 +64,6 @@ def test_the_optimum_stays_next_to_the_best_factor():
     assert 1 <= find_optimum(losses).factor <= 4
     # A maximum is not an optimum.
     assert find_optimum({0.25: 1.0, 0.5: 1.4, 1.0: 0.99, 2.0: 1.4, 4.0: 1.0}).factor == 1.0
-
-
-@pytest.mark.parametrize("edge, withheld", [("base", "ab"), ("a", "a"), ("none", "")])
-def test_a_variant_whose_best_rate_is_at_the_edge_gets_no_verdict(edge, withheld):
-    """Only this variant's verdict is withheld, or all verdicts if it is the baseline."""
-    rising = {factor: 1 + math.log2(factor) for factor in FACTORS}
-    losses = {name: rising if name == edge else parabola(1.0) for name in ("base", "a", "b")}
-    verdicts = judge([1.0, 1.1, 1.2], {"a": [3.0, 3.1, 3.3], "b": [0.1, 0.2, 0.3]}, MARGIN)
-    comparison = Comparison({}, "base", losses, Counter())
-    remaining = withhold_verdicts(verdicts, comparison)
-    expected = {"a": "worse", "b": "better"} | dict.fromkeys(withheld, "best rate at the edge")
-    assert {name: each.text for name, each in remaining.items()} == expected
 
 
 def test_losses_are_means_over_seeds_and_infinite_if_a_seed_diverged():
