@@ -82,7 +82,17 @@ def test_an_option_that_no_class_supports_is_refused_unless_it_is_off():
         choose_architecture(gqa, [gqa["attention"]])
 
 
-@pytest.mark.parametrize("variant", ["llama model.tied=true attention.bias=true", "gdn"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama model.tied=true attention.bias=true",
+        "gdn",
+        *[
+            pytest.param(variant, marks=pytest.mark.long)
+            for variant in ("gqa", "llama4", "kda", "mla", "gpt_oss")
+        ],
+    ],
+)
 def test_an_export_gives_the_same_results_in_transformers(variant, command, tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
