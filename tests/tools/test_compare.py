@@ -205,7 +205,7 @@ def begun(said: Path, *words: str) -> Forked:
 
 
 def test_a_killed_comparison_resumes(command, words, quick, tmp_path):
-    asked = ["attention=gqa,mqa", *words, "steps=30", "save_every=10", "eval_every=15"]
+    asked = ["attention=gqa,mqa", *words, "steps=60", "save_every=10", "eval_every=30"]
     command(COMPARE, *asked, "--dir", "whole").succeeded()
     cut = begun(tmp_path / "said", *asked, "--dir", "cut")
     wait_for(lambda: [*tmp_path.glob("cut/mqa-0/checkpoints/step-*")])
