@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from run.instantiate import instantiate
-from tests.conftest import close, settings_of, weights
+from tests.conftest import close, redraw, settings_of, weights
 from train import take_step
 from training import optimizers
 from training.checkpointer import optimizer_state
@@ -22,18 +22,14 @@ def sgd(model: nn.Module, *, lr: float):
     return [SGD(model.parameters(), lr=lr, momentum=0.9)]
 
 
-OVERRIDES = {
-    "sgd": (
-        "optimizer=adamw",
-        "~optimizer.betas",
-        "~optimizer.weight_decay",
-        "~optimizer.reference",
-        "optimizer._target_=training.optimizers.sgd",
-        "optimizer.lr=0.1",
-    ),
-    "adamw": ("optimizer=adamw",),
-    "muon": ("optimizer=muon",),
-}
+SGD_OVERRIDES = (
+    "optimizer=adamw",
+    "~optimizer.betas",
+    "~optimizer.weight_decay",
+    "~optimizer.reference",
+    "optimizer._target_=training.optimizers.sgd",
+    "optimizer.lr=0.1",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +51,16 @@ def assert_same(one, other) -> None:
     assert all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_any_optimizer_resumes_bit_for_bit(run_of, name):
-    whole = run_of(*OVERRIDES[name])
+@pytest.mark.parametrize("words", [SGD_OVERRIDES, ("optimizer=muon",)], ids=["sgd", "muon"])
+def test_any_optimizer_resumes_bit_for_bit(run_of, words):
+    whole = run_of(*words)
     for _ in range(6):
         take_step(whole)
-    cut = run_of(*OVERRIDES[name], folder="cut")
+    cut = run_of(*words, folder="cut")
     for _ in range(3):
         take_step(cut)
     cut.checkpointer.save(cut.progress)
-    resumed = run_of(*OVERRIDES[name], "resume=true", folder="cut")
+    resumed = run_of(*words, "resume=true", folder="cut")
     assert_same(weights(resumed), weights(cut))
     assert_same(state_of(resumed), state_of(cut))
     for _ in range(3):
@@ -86,12 +82,7 @@ def test_a_resumed_run_uses_the_new_learning_rate(run_of):
     assert [peak[:2] for peak in peaks] == [[0.02, 0.01], [0.04, 0.02]]
 
 
-def test_an_optimizer_has_no_state_before_its_first_step(run_of):
-    run = run_of(*OVERRIDES["adamw"])
-    assert state_of(run) == {} and not run.trainer.optimizers[0].state
-
-
-@pytest.mark.parametrize("max_batched", [2**28, 800, 1])  # all matrices, two, one at a time
+@pytest.mark.parametrize("max_batched", [2**28, 800])  # all matrices, two at a time
 def test_muon_steps_match_torch(monkeypatch, max_batched):
     monkeypatch.setattr(optimizers, "MAX_BATCHED_PARAMS", max_batched)
     # torch's Muon computes only in bf16.
@@ -115,11 +106,12 @@ def test_muon_steps_match_torch(monkeypatch, max_batched):
         close(a, b, rtol=0, atol=5e-3)
 
 
+# The size is the scale of the gradient; 1e-8 is 0 in fp16.
 @pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)]
+    ("dtype", "size", "error"),
+    [(torch.float32, 1.0, 1e-5), (torch.bfloat16, 1.0, 0.03), (torch.float16, 1e-8, 0.004)],
 )
-@pytest.mark.parametrize("size", [1.0, 1e-8])  # scale of the gradient; 1e-8 is 0 in fp16
-def test_newton_schulz_steps_match_float64(monkeypatch, dtype, error, size):
+def test_newton_schulz_steps_match_float64(monkeypatch, dtype, size, error):
     """Compares with Jordan's polynomial of the singular values; 0.014 in bf16 over 9 seeds."""
     monkeypatch.setattr(optimizers, "fastest_dtype", lambda device: dtype)
     x = size * torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0))
@@ -141,6 +133,27 @@ def stepped_by(kind, reference=None, words=(), **options):
 
 
 @pytest.mark.parametrize("kind", [adamw, muon])
+def test_vectors_and_embeddings_are_updated_as_by_torch(kind):
+    model, optimizers = stepped_by(kind)
+    redraw(model)
+    expected = {}
+    for name, p in model.named_parameters():
+        if p.ndim < 2 or not name.startswith("blocks."):
+            expected[name] = nn.Parameter(p.detach().clone())
+    reference = torch.optim.AdamW(expected.values(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            if name in expected:
+                expected[name].grad = p.grad.clone()
+        for optimizer in [*optimizers, reference]:
+            optimizer.step()
+    for name, weight in expected.items():
+        close(model.get_parameter(name), weight)
+
+
+@pytest.mark.parametrize("kind", [adamw, muon])
 def test_weight_decay_applies_only_to_matrices_in_blocks(kind):
     model, steppers = stepped_by(kind, weight_decay=0.5)
     for p in model.parameters():
@@ -157,8 +170,7 @@ def test_weight_decay_applies_only_to_matrices_in_blocks(kind):
     assert len(stepped) == len([*model.parameters()])
 
 
-@pytest.mark.parametrize("kind", [adamw, muon])
-@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize(("kind", "tied"), [(adamw, "false"), (muon, "true")])
 def test_each_parameter_role_has_its_own_learning_rate(kind, tied):
     reference = Reference(
         dim=64, batch_tokens=512, tokens=1e6, noise_scale=1e4, embedding=5.0, head=3.0, vectors=2.0
@@ -211,14 +223,3 @@ class Operations(TorchDispatchMode):
         if operation.namespace == "aten" and not operation.is_view:
             self.names.append(operation._schema.name)
         return result
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_optimizer_learns(run_of, name):
-    run = run_of(*OVERRIDES[name], "steps=60", "batch_tokens=256")
-    losses = []
-    for _ in range(60):
-        run.meter.loss_sum.zero_()
-        take_step(run)
-        losses.append(run.meter.loss_sum.item())
-    assert max(losses[-5:]) < losses[0] / 2
