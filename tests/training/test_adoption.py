@@ -10,7 +10,7 @@ import torch
 from model.build import build_model
 from run import checkpoint
 from tests.conftest import SHORT, TINY, close, drawn, saved, tree_of
-from tests.training.test_train_command import TEXT
+from tests.training.test_train_command import TEXT, metrics
 from training.adoption import adopt_weights
 
 
@@ -34,27 +34,20 @@ def adopt(tmp_path, tokenizer):
 SOFTMAX = "q_proj.weight k_proj.weight v_proj.weight o_proj.weight q_norm.weight k_norm.weight"
 LATENT = "q_proj.weight latent_proj.weight latent_norm.weight rope_proj.weight kv_proj.weight"
 LATENT += " o_proj.weight"
-KIMI = "conv.taps decay_latent.weight decay_proj.weight decay_rate decay_bias write_proj.weight"
-KIMI += " gate_latent.weight gate_proj.weight out_norm.weight"
 # The new weights of a model that starts from gqa, in its first and its second layer.
 NEW = {
     "mha": ("", ""),
-    "mqa": ("", ""),
-    "llama": ("", ""),
-    "sliding_window": ("", ""),
     "gated": ("gate_proj.weight", "gate_proj.weight"),
     "value_residual": ("", "share"),
     "gqa attention.bias=true": [re.sub(r"\w_norm.weight", "", SOFTMAX).replace("weight", "bias")]
     * 2,
     "gqa attention.head_dim=8": (SOFTMAX, SOFTMAX),
-    "retention": ["v_proj.weight gate_proj.weight o_proj.weight"] * 2,
     "mla": (LATENT, LATENT),
-    "kda attention.pattern=[recurrent,full]": (KIMI, LATENT),
 }
 
 
 @pytest.mark.parametrize("variant", NEW)
-def test_weights_that_fit_are_copied_and_the_others_are_new_and_listed(variant, adopt, capfd):
+def test_weights_that_fit_are_copied_and_the_others_are_new(variant, adopt):
     old, new = adopt("gqa", variant)
     stored = old.state_dict()
     initial = build_model(tree_of(*variant.split()), seed=0).state_dict()
@@ -69,15 +62,11 @@ def test_weights_that_fit_are_copied_and_the_others_are_new_and_listed(variant, 
         else:  # another number of heads
             assert name.endswith(("k_proj.weight", "v_proj.weight"))
             assert not torch.allclose(weight, initial[name].double())
-    line = re.search(r"^new (.*)$", capfd.readouterr().err, re.MULTILINE)
-    listed = set(re.findall(r"[\w.]+\.\w+|share|decay_rate|decay_bias", line[1])) if line else set()
-    assert listed == {name.split(".", 3)[3] for name in expected}
 
 
 @pytest.mark.parametrize("more", ["", "attention.head_dim=24 attention.bias=true"])
-@pytest.mark.parametrize("heads", ["attention.kv_heads=1", "attention.kv_heads=2"])
-def test_repeating_key_heads_preserves_the_logits(heads, more, adopt):
-    old, new = adopt(f"gqa {heads} {more}", f"mha {more}")
+def test_repeating_key_heads_preserves_the_logits(more, adopt):
+    old, new = adopt(f"gqa attention.kv_heads=2 {more}", f"mha {more}")
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = old(tokens)
@@ -86,19 +75,18 @@ def test_repeating_key_heads_preserves_the_logits(heads, more, adopt):
 
 
 @pytest.mark.parametrize("more", ["", "attention.head_dim=24 attention.bias=true"])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_groups_of_key_heads_are_averaged(kv_heads, more, adopt):
-    old, new = adopt(f"mha {more}", f"gqa attention.kv_heads={kv_heads} {more}")
+def test_groups_of_key_heads_are_averaged(more, adopt):
+    old, new = adopt(f"mha {more}", f"gqa attention.kv_heads=2 {more}")
     width = 24 if more else 16
     names = [name for name in new.state_dict() if re.search(r"[kv]_proj", name)]
     assert len(names) == 2 * 2 * (2 if more else 1)
     for name in names:
         before = old.state_dict()[name].numpy()
-        mean = np.zeros((kv_heads * width, *before.shape[1:]))
+        mean = np.zeros((2 * width, *before.shape[1:]))
         for head in range(4):
-            group = head * kv_heads // 4
+            group = head // 2
             for feature in range(width):
-                mean[group * width + feature] += before[head * width + feature] * kv_heads / 4
+                mean[group * width + feature] += before[head * width + feature] / 2
         close(new.state_dict()[name], torch.from_numpy(mean))
 
 
@@ -114,31 +102,9 @@ def test_a_run_starts_with_a_different_attention_and_resumes(command, story, tok
     # mha refers to the number of heads, which is not the default.
     saved(Path("old"), tree_of("gqa", "model.heads=2", "attention.kv_heads=1"), tokenizer)
     words = [*TINY[1:], *SHORT, *TEXT[:2], "init_from=old", "optimizer.lr=0.001"]
-    words += ["attention=mha", "attention.gated=true"]
-    result = command("train.py", *words).succeeded()
-    assert "gate_proj.weight" in result.err
-    attention = checkpoint.load_config(checkpoint.find_model("text-old-mha"))["model"]["attention"]
+    words += ["attention=mha", "attention.gated=true", "run_dir=run"]
+    command("train.py", *words).succeeded()
+    attention = checkpoint.load_config(checkpoint.find_model("run"))["model"]["attention"]
     assert (attention["kv_heads"], attention["gated"]) == (2, True)
-    words += ["run_dir=runs/text-old-mha", "resume=true"]
-    again = command("train.py", *words, "steps=6").succeeded()
-    assert "resuming step 4" in again.err and "gate_proj.weight" not in again.err
-    changed = command("train.py", *words, "attention.window=8")
-    assert changed.code == 2 and "attention.window (was null, now 8)" in changed.err
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("model=tiny attention=gqa", 0, "optimizer=muon"),  # as in the other run
-        ("model.dim=32", 2, "model.dim (was 64, now 32)"),
-        ("attention.kv_heads=1", 2, "attention=NAME"),
-        ("attention=mqa ffn=gelu", 2, "ffn._target_"),
-        ("data.tokenizer=absent", 2, "data.tokenizer"),
-        ("attention=mqa attention.kv_heads=3", 2, "kv_heads=1"),
-    ],
-)
-def test_only_the_attention_of_a_pretrained_model_can_change(command, trained, words, code, said):
-    result = command(
-        "train.py", *TINY[1:], *SHORT, *TEXT[:2], f"init_from={trained}", *words.split()
-    )
-    assert result.code == code and said in result.err
+    command("train.py", *words, "resume=true", "steps=6").succeeded()
+    assert metrics("run")[-1]["step"] == 6

@@ -1,14 +1,13 @@
 """The micro-batch divides the batch, and on a GPU it fits in the measured memory."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from run.distributed import DistEnv
-from tests.conftest import SHORT, TINY, settings_of
+from tests.conftest import settings_of
+from train import take_step
 from training.memory import choose_micro_batch
 
 GB = 10**9
@@ -77,12 +76,11 @@ def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
     assert gpu.measured == [1, 1]
 
 
-@pytest.mark.parametrize("free_bytes", [8 * GB, 80 * GB])
-def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch, free_bytes):
+def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch):
     """Ranks of a sharded forward wait for each other, so all must measure the same sizes."""
     others = iter((0, 1))  # the other rank: cannot measure two sequences, has memory for one
     monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
-    gpu = FakeGPU(monkeypatch, free_bytes, sequence_bytes=5 * GB)
+    gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=5 * GB)
     assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=2048") == 1
     assert gpu.measured == [1, 1]
 
@@ -109,16 +107,8 @@ def test_the_micro_batch_on_a_cpu_divides_the_batch(micro, batch, expected):
     assert chosen(None, cpu, *words) == expected
 
 
-def test_a_resumed_run_keeps_its_micro_batch(command, story):
-    words = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
-    assert command("train.py", *words, "run_dir=run", "micro_batch=2").code == 0
-    assert (
-        command(
-            "train.py", *words, "run_dir=run", "steps=6", "micro_batch=null", "resume=true"
-        ).code
-        == 0
-    )
-    saved = json.loads(
-        Path("run/checkpoints/step-00000006/config.json").read_text(encoding="utf-8")
-    )
-    assert saved["micro_batch"] is None and saved["machine"]["micro_batch"] == 2
+def test_a_resumed_run_keeps_its_micro_batch(run_of):
+    run = run_of("micro_batch=2", folder="run")
+    take_step(run)
+    run.checkpointer.save(run.progress)
+    assert run_of("micro_batch=null", "resume=true", folder="run").micro_batch_size == 2
