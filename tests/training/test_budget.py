@@ -39,11 +39,9 @@ def simulate(
     return (clock[0] - start) / run.budget.limit, schedules, factors, fitted
 
 
-@pytest.mark.parametrize("minutes", [1, 2, 5])
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "wsd schedule.cooldown=0"])
-def test_max_minutes_is_met_and_the_rate_decays(run_of, monkeypatch, minutes, schedule):
-    words = (f"max_minutes={minutes}", *NO_OTHER_LIMIT, *f"schedule={schedule}".split())
-    run = run_of(*words)
+def test_max_minutes_is_met_and_the_rate_decays(run_of, monkeypatch, schedule):
+    run = run_of("max_minutes=1", *NO_OTHER_LIMIT, *f"schedule={schedule}".split())
     # Evaluations and saves take 5 % of the time, and steps vary by 20 %.
     generator = random.Random(0)
     end, schedules, _, fitted = simulate(
@@ -56,14 +54,13 @@ def test_max_minutes_is_met_and_the_rate_decays(run_of, monkeypatch, minutes, sc
     assert schedules[-1] < 0.11 or "cooldown=0" in schedule
 
 
-@pytest.mark.parametrize("when", [0.05, 0.2, 0.35, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("when", [0.05, 0.5, 0.9])
 def test_a_run_on_a_machine_that_slows_to_half_speed_ends_soon_after_the_limit(
-    run_of, monkeypatch, capsys, when
+    run_of, monkeypatch, when
 ):
     run = run_of("max_minutes=5", *NO_OTHER_LIMIT)
     end, *_, fitted = simulate(run, monkeypatch, lambda share: 1 + (share > when))
     assert 0.9 < end < 1.06 and fitted.count(True) == 1
-    assert ("has become slower" in capsys.readouterr().err) == (when < 0.8)
 
 
 def test_no_rate_changes_by_more_than_five_percent_at_the_fit(run_of, monkeypatch):
@@ -77,20 +74,15 @@ def test_no_rate_changes_by_more_than_five_percent_at_the_fit(run_of, monkeypatc
 @pytest.mark.parametrize(
     ("step_seconds", "least_steps", "end"), [(2.0, 20, 1.0), (7.0, 5, 1.0), (70.0, 1, 1.2)]
 )
-def test_a_run_with_slow_steps_still_ends(
-    run_of, monkeypatch, capsys, step_seconds, least_steps, end
-):
+def test_a_run_with_slow_steps_still_ends(run_of, monkeypatch, step_seconds, least_steps, end):
     run = run_of("max_minutes=1", *NO_OTHER_LIMIT)
     ended, schedules, *_ = simulate(run, monkeypatch, lambda share: step_seconds / 0.05)
     assert least_steps <= len(schedules) and ended <= end
-    is_told = "too few steps to train a useful model" in capsys.readouterr().err
-    assert is_told == (len(schedules) < 20)
 
 
-@pytest.mark.parametrize("bound", [40_000, None])
-def test_the_expected_last_step_is_shown(run_of, monkeypatch, bound):
+def test_the_expected_last_step_is_shown(run_of, monkeypatch):
     """The expected end by time is shown, not the limit by steps, which is never reached."""
-    run = run_of("max_minutes=10", f"steps={bound or 'null'}", *NO_OTHER_LIMIT[1:])
+    run = run_of("max_minutes=10", "steps=40000", *NO_OTHER_LIMIT[1:])
     shown = []
     fit = run.budget.fit
 
@@ -139,7 +131,7 @@ def test_the_time_of_earlier_processes_is_not_the_time_of_a_step(run_of):
     assert not again.budget.fit(again.progress) and not again.budget.is_fitted
 
 
-def test_a_limit_that_earlier_processes_have_used_up_is_refused(run_of, capsys):
+def test_a_limit_that_earlier_processes_have_used_up_is_refused(run_of):
     """Otherwise, the run would end after a few steps near the peak learning rate."""
     run = run_of("max_minutes=null", folder="long")
     run.env.clock.add_earlier(1800)
@@ -148,5 +140,5 @@ def test_a_limit_that_earlier_processes_have_used_up_is_refused(run_of, capsys):
     run_of("max_minutes=40", "resume=true", folder="long")
     with pytest.raises(SystemExit) as end:
         run_of("max_minutes=5", "resume=true", folder="long")
-    assert end.value.code == 2 and "has taken 30.0 minutes" in capsys.readouterr().err
+    assert end.value.code == 2
     run_of("steps=9", "max_minutes=null", "resume=true", folder="long")
