@@ -7,7 +7,6 @@ import lzma
 import os
 import re
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -31,16 +30,15 @@ def zstd(content: bytes) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def rows(text_type: pyarrow.DataType) -> bytes:
+def rows(column: pyarrow.Array) -> bytes:
     stream = pyarrow.BufferOutputStream()
-    texts = pyarrow.array(DOCUMENTS).cast(text_type)
-    parquet.write_table(table({"n": [1] * len(DOCUMENTS), "text": texts}), stream)
+    parquet.write_table(table({"n": [1] * len(column), "text": column}), stream)
     return stream.getvalue().to_pybytes()
 
 
+COLUMN = pyarrow.array(DOCUMENTS)
 FILES = {
     "a.txt": PLAIN,
-    "A.TXT": PLAIN,
     "a.md": PLAIN,
     "windows.txt": b"\xef\xbb\xbf" + PLAIN.replace(b"\n", b"\r\n"),
     "ended.txt": PLAIN + f"\n{SEPARATOR}\n \n {SEPARATOR} \n\n".encode(),
@@ -49,11 +47,9 @@ FILES = {
     "a.txt.xz": lzma.compress(PLAIN),
     "a.txt.zst": zstd(PLAIN),
     "a.jsonl": LINES,
-    "a.JSONL": b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n"),
-    "a.jsonl.zst": zstd(LINES),
-    "a.parquet": rows(pyarrow.string()),
-    "large.Parquet": rows(pyarrow.large_string()),
-    "words.parquet": rows(pyarrow.dictionary(pyarrow.int32(), pyarrow.string())),
+    "windows.JSONL": b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n"),
+    "a.parquet": rows(COLUMN),
+    "words.parquet": rows(COLUMN.dictionary_encode()),
 }
 
 
@@ -98,14 +94,11 @@ def test_a_text_file_is_split_only_at_separator_lines(tmp_path):
 
 SPELLINGS = (
     "corpus",
-    "corpus/",
-    "./b/../corpus",
+    "./b/../corpus/",
     "~/corpus",
     "link",
     "corpus/**/*.[tT]*",
-    "corpus/*",
-    ["corpus/b", "corpus/t.txt", "corpus"],
-    ["corpus/b/val/v.txt", "corpus/t.txt", "corpus/b/T2.TXT"],
+    ["corpus/b/val/v.txt", "corpus/t.txt", "corpus/b"],
 )
 
 
@@ -138,78 +131,47 @@ def test_a_folder_is_searched_through_links_and_each_file_is_read_once(tmp_path)
         find_files(str(corpus))
 
 
-@pytest.mark.parametrize("path", [None, "", [], [""], "absent", "~no-such-user/x", "empty", "*.x"])
-def test_a_path_without_files_is_refused_by_name(tmp_path, monkeypatch, path):
+@pytest.mark.parametrize(
+    "path", [None, [""], "absent", "~no-such-user/x", "empty", ["a.txt", "*.x"]]
+)
+def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
+    Path("empty/a.md").touch()
     Path("a.txt").write_text("text", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"\(path=.*fix: .*data\.path"):
+    with pytest.raises(ValueError, match=r"data\.path"):
         find_files(path)
-    # An entry of a list that names no file is also an error.
-    if path and isinstance(path, str):
-        with pytest.raises(ValueError, match=re.escape(f"(path={path}")):
-            find_files(["a.txt", path])
 
 
-def test_a_folder_without_text_is_refused_with_its_most_frequent_suffixes(tmp_path):
-    for name in ("a.md", "b.md", "sub/c.md", "d.pdf", "e.pdf", "f.py", ".hidden"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"3 \.md, 2 \.pdf, 1 \.py\)"):
-        find_files(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_empty_files_have_no_documents(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    assert texts(str(tmp_path)) == []
-
-
-# The content of a file, and a part of the error. The error also names the file.
 BAD = {
-    "blank.txt": (b" \n\n", "no documents"),
-    "latin.txt": (b"good line\nbad \xff line", "invalid start byte"),
-    "utf16.txt": ("one line\nand two".encode("utf-16-le"), "UTF-16"),
-    "russian.txt": ("да\nнет".encode("utf-16-le"), "UTF-16"),
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "after 1 documents"),
-    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}', "'text'"),
-    "null.jsonl": (b'{"text": null}', "'text'"),
-    "number.jsonl": (b'{"text": 5}', "'text'"),
-    "list.jsonl": (b"[1]", "'text'"),
-    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xff"}', "invalid start byte"),
-    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}', "surrogate"),
-    "deep.jsonl": (b'{"text": ' + 100_000 * b"[", "recursion"),
-    "bad.parquet": (b"PAR1 not really", "bad.parquet"),
-    "cut.txt.gz": (gzip.compress(PLAIN)[:-9], "Truncated"),
-    "cut.txt.xz": (lzma.compress(PLAIN)[:-9], "end-of-stream"),
-    "a.csv": (b"text\nplain\n", "save it as"),
-    "list.json": (b'[{"text": "a"}]', "save it as"),
-    "list.json.gz": (gzip.compress(b'[{"text": "a"}]'), "save it as"),
-    "a.pdf": (b"%PDF-1.4\nplain text\n", "save it as"),
+    "blank.txt": b" \n\n",
+    "latin.txt": b"good line\nbad \xff line",
+    "utf16.txt": "one line\nand two".encode("utf-16-le"),
+    "cut.jsonl": b'{"text": "a"}\n{"text": "b',
+    "absent.jsonl": b'{"text": "a"}\n{"body": "b"}',
+    "number.jsonl": b'{"text": 5}',
+    "list.jsonl": b"[1]",
+    "half.jsonl": b'{"text": "a"}\n{"text": "\\ud800"}',  # half of a surrogate pair
+    "deep.jsonl": b'{"text": ' + 100_000 * b"[",
+    "bad.parquet": b"PAR1 not really",
+    "number.parquet": rows(pyarrow.array([5])),
+    "null.parquet": rows(pyarrow.array([None])),
+    "cut.txt.gz": gzip.compress(PLAIN)[:-9],
+    "cut.txt.xz": lzma.compress(PLAIN)[:-9],
+    "a.csv": b"text\nplain\n",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_unusable_files_are_refused_by_name(tmp_path, name):
-    content, named = BAD[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match="fix: ") as error:
+    (tmp_path / name).write_bytes(BAD[name])
+    with pytest.raises(ValueError, match=re.escape(name)):
         documents_of(source(tmp_path / name))
-    assert name in str(error.value) and named in str(error.value)
-
-
-@pytest.mark.parametrize("column", [[5], [b"text"], [None], [["text"]]])
-def test_only_text_columns_are_read(tmp_path, column):
-    parquet.write_table(table({"text": column}), tmp_path / "a.parquet")
-    for field in ("text", "absent"):
-        with pytest.raises(ValueError, match=rf"a\.parquet .*'{field}'"):
-            texts(str(tmp_path), field)
 
 
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ValueError, match="a pipe"):
+    with pytest.raises(ValueError, match=r"pipe\.txt"):
         find_files(str(tmp_path / "pipe.txt"))
 
 
@@ -245,7 +207,7 @@ def test_memory_does_not_grow_with_document_length(tmp_path, monkeypatch, tokeni
     monkeypatch.setattr("data.prepare.CHARS_PER_BATCH", 10_000)
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.files["tokenizer.model"])
 
-    def peak_of(num_chars: int) -> Iterator[int]:
+    def peak_of(num_chars: int) -> int:
         text = "Ann had 12 red balls and two were of Bob, not hers. " * (num_chars // 52)
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         tracemalloc.start()

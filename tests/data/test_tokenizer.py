@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,12 +29,22 @@ NASTY = [
 ]
 
 
+SOURCE = Stdlib(vocab_size=512, tokenizer=None).root.joinpath("ast.py").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    source = Stdlib(vocab_size=512, tokenizer=None)
-    return Tokenizer.train(
-        source.root.joinpath("ast.py").read_text(encoding="utf-8").split("\n\n"), 512
+    return Tokenizer.train(SOURCE.split("\n\n"), 512)
+
+
+def external(folder: Path, texts: list[str], **options) -> Tokenizer:
+    """A tokenizer that SentencePiece trains with other options than ours."""
+    defaults = {"vocab_size": 320, "model_type": "bpe", "hard_vocab_limit": False}
+    defaults |= {"byte_fallback": True, "normalization_rule_name": "identity", "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "a"), **defaults | options
     )
+    return Tokenizer.load(folder / "a.model")
 
 
 @pytest.mark.parametrize("text", NASTY)
@@ -53,61 +64,32 @@ def test_random_text_round_trips(tokenizer):
 
 
 def test_long_texts_are_encoded_in_pieces_with_the_same_tokens(tokenizer):
-    source = Stdlib(vocab_size=512, tokenizer=None)
-    text = source.root.joinpath("ast.py").read_text(encoding="utf-8")
-    assert len(tokenizer.cut(text)) > len(text) / 4000
-    assert tokenizer.encode_batch([text, "ab"]) == tokenizer.processor.encode([text, "ab"])
+    assert len(tokenizer.cut(SOURCE)) > len(SOURCE) / 4000
+    assert tokenizer.encode_batch([SOURCE, "ab"]) == tokenizer.processor.encode([SOURCE, "ab"])
 
 
-@pytest.mark.parametrize("trims", [True, False])
-@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize(("prefix", "trims"), [(True, True), (False, False)])
 def test_long_texts_round_trip_wherever_they_are_cut(tmp_path, monkeypatch, prefix, trims, story):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
-        model_prefix=str(tmp_path / "a"),
-        vocab_size=320,
-        model_type="bpe",
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-        add_dummy_prefix=prefix,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=trims,
-    )
-    others = Tokenizer.load(tmp_path / "a.model")
+    lines = story.read_text(encoding="utf-8").split("\n")
+    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": trims}
+    others = external(tmp_path, lines, **options)
     monkeypatch.setattr("data.tokenizer.MAX_PIECE_CHARS", 40)
     short = re.compile(PIECES.pattern.replace("4000", "40").replace("3999", "39"), re.DOTALL)
     monkeypatch.setattr("data.tokenizer.PIECES", short)
     # Lines, combining and unknown characters, runs of spaces, and text without spaces.
-    for text in (
-        "a red ball.\n" * 99,
-        "e\u0301  Жили 好好 \n" * 99,
-        " " * 999,
-        "好" * 99,
-        "▁ " * 99,
-    ):
+    for text in ("a red ball.\n", "e\u0301  Жили 好好 \n", " " * 10, "好", "▁ "):
+        text = text * 99
         expected = others.decode(others.processor.encode(text)) if trims else text
         if not (trims and "▁" in text):
             assert others.decode(others.encode(text)) == expected
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize(("kind", "prefix"), [("bpe", True), ("unigram", False)])
 def test_any_text_round_trips_through_an_external_tokenizer(tmp_path, story, kind, prefix):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(story.read_text(encoding="utf-8").split("\n")),
-        model_prefix=str(tmp_path / "a"),
-        model_type=kind,
-        vocab_size=320,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-        add_dummy_prefix=prefix,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-    )
-    others = Tokenizer.load(tmp_path / "a.model")
-    letters = itertools.chain(*(itertools.product("▁ aé", repeat=length) for length in range(6)))
+    lines = story.read_text(encoding="utf-8").split("\n")
+    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": False}
+    others = external(tmp_path, lines, model_type=kind, **options)
+    letters = itertools.chain(*(itertools.product("▁ aé", repeat=length) for length in range(5)))
     for text in [*NASTY, *map("".join, letters)]:
         assert others.decode(others.encode(text)) == text
         assert others.encode_batch([text]) == [others.encode(text)]
@@ -115,19 +97,13 @@ def test_any_text_round_trips_through_an_external_tokenizer(tmp_path, story, kin
             assert others.encode(text) == others.processor.encode(text)
 
 
-def test_documents_that_do_not_round_trip_are_reported(tmp_path, story, capfd):
-    story.write_text(
-        story.read_text(encoding="utf-8").replace("ball", "\ufb01sh  "), encoding="utf-8"
-    )
-    model = tmp_path / "nfkc"
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(story), model_prefix=str(model), vocab_size=50, minloglevel=2
-    )
+def test_a_tokenizer_that_changes_the_text_is_reported(tmp_path, story, capfd):
+    text = story.read_text(encoding="utf-8").replace("ball", "\ufb01sh")
+    story.write_text(text, encoding="utf-8")
+    external(tmp_path, text.split("\n"), normalization_rule_name="nfkc")
     capfd.readouterr()
-    prepare(source(story, tokenizer=f"{model}.model"), tmp_path / "cache")
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert "does not reproduce" in line
-    assert r"' red \ufb01sh  . Ann saw ' decodes to ' red fish . Ann saw '" in line
+    prepare(source(story, tokenizer=str(tmp_path / "a.model")), tmp_path / "cache")
+    assert r"\ufb01sh" in capfd.readouterr().err
     # Tokenizers trained here reproduce every document.
     prepare(source(story), tmp_path / "cache")
     assert "warning" not in capfd.readouterr().err
@@ -138,18 +114,15 @@ def test_newlines_and_indents_share_tokens_and_digits_are_single_tokens(tokenize
     assert len(tokenizer.encode("2026")) == 4
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001]
-)
-def test_long_texts_are_split_at_line_ends_if_possible(text):
+@pytest.mark.parametrize("text", ["", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001])
+def test_texts_to_train_on_are_split_at_line_ends_if_possible(text):
     pieces = TRAINING_PIECES.findall(text)
     assert "".join(pieces) == text
     assert all(len(piece) <= 4000 for piece in pieces)
-    if "\n" in text:
-        assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
+    assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
 
 
-@pytest.mark.parametrize("character", ["\u2585", "\u2581", "\0", "\t", "\u2047", "\ufffd"])
+@pytest.mark.parametrize("character", ["\u2585", "\u2581", "\0"])
 def test_a_rare_character_removes_no_other_text_from_training(character):
     """SentencePiece ignores texts with U+2585, which charts and progress bars contain."""
     texts = [f"zanzibar zanzibar {character} zanzibar\n" * 30, "the quick brown fox\n" * 30]
@@ -172,26 +145,17 @@ def test_a_given_tokenizer_is_used_or_refused_if_it_is_invalid(tmp_path, story, 
     corpus = prepare(source(story, tokenizer=str(path)), tmp_path / "cache")
     assert corpus.tokenizer.sha256 == tokenizer.sha256
     path.write_bytes(b"not a model")
-    with pytest.raises(ValueError, match="fix: "):
+    with pytest.raises(ValueError, match=r"given\.model"):
         Tokenizer.load(path)
     with pytest.raises(FileNotFoundError):
         Tokenizer.load(tmp_path / "absent.model")
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, story, prefix):
-    texts = story.read_text(encoding="utf-8").replace("\n", " ").split("<|endoftext|> ")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_prefix=str(tmp_path / "a"),
-        model_type="bpe",
-        vocab_size=80,
-        minloglevel=2,
-        add_dummy_prefix=prefix,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-    )
-    tokenizer = Tokenizer.load(tmp_path / "a.model")
+def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, prefix):
+    texts = ["a red ball", "Жили-были 🐈", "  two  spaces"] * 9
+    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": False}
+    tokenizer = external(tmp_path, texts, **options)
     rows = [[tokenizer.bos, *tokenizer.encode(text), tokenizer.eos] for text in texts]
     tokens = np.array([token for row in rows for token in row])
     assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
@@ -200,19 +164,12 @@ def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, story, prefi
 @pytest.mark.parametrize("eos_id", [1, -1])
 def test_eos_takes_the_place_of_a_missing_bos(tmp_path, story, eos_id):
     """SentencePiece gives -1 as the id of a token that the model does not have."""
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(story),
-        model_prefix=str(tmp_path / "a"),
-        vocab_size=50,
-        minloglevel=2,
-        bos_id=-1,
-        eos_id=eos_id,
-    )
+    lines = story.read_text(encoding="utf-8").split("\n")
     if eos_id < 0:
-        with pytest.raises(ValueError, match=r"is -1, which is not in the vocabulary.*fix: "):
-            Tokenizer.load(tmp_path / "a.model")
+        with pytest.raises(ValueError, match="is -1"):
+            external(tmp_path, lines, bos_id=-1, eos_id=eos_id)
         return
-    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    tokenizer = external(tmp_path, lines, bos_id=-1, eos_id=eos_id)
     assert (tokenizer.bos, tokenizer.eos) == (eos_id, eos_id)
     ((first, *_),) = tokenizer.encode_documents(["Ann"])
     assert first == eos_id
@@ -242,7 +199,6 @@ def test_the_text_of_eos_in_a_document_is_ordinary_text(tmp_path):
     processor.add_tokens([tokenizers.AddedToken("<e>", special=False)])
     files = {"tokenizer.json": processor.to_str().encode()}
     own = JsonTokenizer(files | {"generation_config.json": b'{"eos_token_id": 4}'})
-    assert (
-        own.encode_documents(["a<e>"]) == [[4, 0, 1, 3, 2]] and own.encode_prompt("a<e>")[-1] == 4
-    )
+    assert own.encode_documents(["a<e>"]) == [[4, 0, 1, 3, 2]]
+    assert own.encode_prompt("a<e>")[-1] == 4
     assert own.decode([0, 4]) == "a"
