@@ -56,6 +56,17 @@ def imported_files(path: Path) -> set[Path]:
     return {file for file in FILES if module_of(file) in names and file.stem != "__init__"}
 
 
+def reachable_files(waiting: list[Path]) -> set[Path]:
+    """The project files that are imported, directly or not, by the files in `waiting`."""
+    reached = set()
+    while waiting:
+        file = waiting.pop()
+        if file not in reached:
+            reached.add(file)
+            waiting += imported_files(file)
+    return reached
+
+
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
@@ -78,11 +89,6 @@ def test_imports_have_no_cycles():
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_file_names_are_unique():
-    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
-    assert len(names) == len(set(names))
-
-
 def test_the_line_count_in_the_readme_is_correct():
     """Counts all files that the commands import, including in functions and for default presets."""
     settings = compose([]).model_dump()
@@ -91,13 +97,8 @@ def test_the_line_count_in_the_readme_is_correct():
     }
     waiting = [ROOT / f"{name}.py" for name in COMMANDS]
     waiting += [file for file in FILES if module_of(file) in named]
-    reached = set()
-    while waiting:
-        file = waiting.pop()
-        if file not in reached:
-            reached.add(file)
-            waiting += imported_files(file)
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in reached)
+    files = reachable_files(waiting)
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (told,) = re.findall(r"run some ([\d,]+) lines", readme)
     assert int(told.replace(",", "")) == round(lines, -2)
@@ -105,14 +106,7 @@ def test_the_line_count_in_the_readme_is_correct():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_imports_neither_tools_nor_unused_attention_variants(command):
-    reached = set()
-    waiting = [ROOT / f"{command}.py"]
-    while waiting:
-        path = waiting.pop()
-        if path not in reached:
-            reached.add(path)
-            waiting += imported_files(path)
-    modules = {module_of(path) for path in reached}
+    modules = {module_of(path) for path in reachable_files([ROOT / f"{command}.py"])}
     assert not {name for name in modules if name.startswith("tools.")}
     modules = {name for name in modules if not name.startswith("model.attention.kernels.")}
     core = {"model.attention.base", "model.attention.softmax"}
@@ -125,31 +119,3 @@ def test_slow_libraries_are_imported_only_in_the_functions_that_use_them():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
     )
     assert not SLOW & set(loaded.stdout.split())
-
-
-# Files are UTF-8 in any locale, but Python's default encoding depends on the locale. Ruff's rule
-# for this (PLW1514) does not know the types of most paths.
-BINARY_OPEN = {"os", "tokenize"}  # modules whose open() takes no encoding or detects it
-
-
-def is_text_without_encoding(call: ast.Call) -> bool:
-    """True if a call reads or writes text in the locale's encoding."""
-    options = {keyword.arg for keyword in call.keywords}
-    if "encoding" in options or not isinstance(call.func, ast.Name | ast.Attribute):
-        return False
-    if {"text", "universal_newlines"} & options:
-        return ast.unparse(call.func).startswith("subprocess.")
-    name = ast.unparse(call.func).rpartition(".")[2]
-    constants = [each.value for each in call.args if isinstance(each, ast.Constant)]
-    if name in ("read_text", "write_text"):
-        return isinstance(call.func, ast.Attribute) and len(call.args) == (name == "write_text")
-    owner = ast.unparse(call.func).rpartition(".")[0]
-    is_file = name == "open" and owner not in BINARY_OPEN and not owner.endswith("log")
-    return is_file and not any(isinstance(mode, str) and "b" in mode for mode in constants)
-
-
-def test_text_files_are_opened_as_utf8():
-    for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                assert not is_text_without_encoding(node), f"{path}: {ast.unparse(node)}"

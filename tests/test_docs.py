@@ -1,8 +1,9 @@
-"""All commands in the documentation run, with tiny models."""
+"""All commands in the documentation can be used: training commands are composed, others run."""
 
 import io
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import torch
 
 from tests.conftest import (
     ROOT,
-    SHORT,
     TINY,
     close,
     compile_without_inductor,
@@ -20,7 +20,8 @@ from tests.conftest import (
     saved,
     tree_of,
 )
-from tools.compare import measures, plan, tuning
+from tools.compare.plan import plan_variants
+from training.setup import read_settings
 
 PAGES = (
     "README",
@@ -60,16 +61,13 @@ def file_and_words(line: str) -> list[str]:
     return [f"{file}.py", *words[2:]]
 
 
-def run(command, line: str, *more: str):
-    result = command(*file_and_words(line), *more).succeeded()
-    return result
-
-
 @pytest.fixture
-def stories(story) -> Path:
-    """The text files that the documented commands train on."""
-    (story.parent / "my").mkdir()
-    return story.rename(story.parent / "my" / "stories.txt")
+def texts(command, story) -> Path:
+    """The files that the documented commands train on; returns the text."""
+    for name in ("fineweb10B/train.bin", "fineweb10B/val.bin", "my/stories.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        shutil.copy(story, name)
+    return Path("my/stories.txt").resolve()
 
 
 def test_every_documented_command_is_tested():
@@ -78,12 +76,19 @@ def test_every_documented_command_is_tested():
 
 
 @pytest.mark.parametrize("line", TRAINING)
-def test_documented_training_commands_run(command, stories, line):
-    text = ("data=text", "data.path=my/stories.txt", "data.validation=null", "data.vocab_size=400")
-    if "data=recall" in line:  # a task needs no file
-        text = ()
-    line = re.sub(" max_minutes=[0-9]+", "", line)
-    run(command, line, *TINY, *text, "steps=2", "batch_tokens=512")
+def test_documented_training_commands_compose(command, texts, line):
+    file, *words = file_and_words(line)
+    if "--help" in words:
+        command(file, *words).succeeded()
+    else:
+        read_settings([*words, "device=cpu"])
+
+
+@pytest.mark.parametrize("words", ["data=text data.path=my/stories.txt", "data=recall"])
+def test_documented_training_commands_run(command, texts, words):
+    line = next(line for line in TRAINING if words in line)
+    size = ("data.vocab_size=400", "steps=2")
+    command(*file_and_words(line), *TINY, *size).succeeded()
 
 
 @pytest.mark.parametrize("line", GENERATION)
@@ -94,45 +99,37 @@ def test_documented_generation_commands_run(command, tokenizer, line, monkeypatc
     compile_without_inductor(monkeypatch)
     saved(Path("runs/stdlib-small-gqa"), tree_of("gqa", "model.depth=1"), tokenizer)
     Path("prompts.txt").write_text("one\nand another", encoding="utf-8")
-    assert " tokens/s, " in run(command, line, "--max-new-tokens", "3").err
+    command(*file_and_words(line), "--max-new-tokens", "3").succeeded()
 
 
 @pytest.mark.parametrize("line", COSTS)
-def test_documented_cost_commands_print_tables(command, stories, line):
-    small = ("attention=gqa", "model=tiny", "data=text", f"data.path={stories}")
-    table = run(command, line, *small).out
+def test_documented_cost_commands_print_tables(command, texts, line):
+    small = ("attention=gqa", "model=tiny", "data=text", f"data.path={texts}")
+    table = command(*file_and_words(line), *small).succeeded().out
     assert table.startswith("attention") and "gqa" in table
 
 
-def test_documented_comparison_commands_run(command, story, forked_jobs, monkeypatch):
-    monkeypatch.setattr(measures, "latencies", lambda runs: {name: {} for name in runs})
-    train, tuned, page = (file_and_words(line)[1:] for line in COMPARISON)
-    text = ("data=text", f"data.path={story}", "data.vocab_size=400", "steps=2")
-    few = (*TINY, *text, "attention=gqa,mla", "seed=0", "--dir", "runs/stdlib-small-x")
-    command("tools/compare/__main__.py", *train, *few).succeeded()
-    runs = sorted(map(str, Path("runs/stdlib-small-x").glob("*-0")))
-    for module in (plan, tuning):
-        monkeypatch.setattr(module, "FACTORS", (1.0, 0.5, 2.0))
-    monkeypatch.setattr(tuning, "FARTHEST", 2.0)
-    few = (*TINY, *text, "attention=gqa", "seed=0", "--dir", "runs/tuned")
-    told = command("tools/compare/__main__.py", *tuned, *few, "--quick").succeeded().err
-    assert "1 run in runs/tuned/, after at least 3 runs of the learning-rate search" in told
-    assert page == ["--report", "runs/stdlib-small-*"]
-    command("tools/compare/__main__.py", "--report", *runs).succeeded()
+def test_documented_comparison_commands_are_planned(command, texts):
+    *plans, report = [file_and_words(line)[1:] for line in COMPARISON]
+    text = ["data=text", f"data.path={texts}", "data.vocab_size=400"]
+    text += ["context=64", "batch_tokens=512", "device=cpu"]
+    for words in plans:
+        overrides = [word for word in words if word != "--tune"]
+        variants = plan_variants([*overrides, *text], "none", None, "--tune" in words)
+        assert len(variants) > 1
+    assert report == ["--report", "runs/stdlib-small-*"]
 
 
-def test_documented_commands_that_use_a_model_run(command, trained, stories):
-    """Imports, exports, trains and evaluates models in the documented order."""
+def test_documented_commands_that_use_a_model_run(command, trained, texts):
+    """Imports, exports and evaluates models in the documented order."""
     # Export the run to have a folder to import.
     command("tools/export_hf.py", "--out", "FOLDER").succeeded()
     for line in MODEL:
-        more = (*TINY[1:], *SHORT) if line.startswith("python train.py") else ()
-        run(command, line.replace("runs/NAME", str(trained)), *more)
-
-
-def test_ci_runs_the_test_command_in_the_readme():
-    (test,) = (line for line in TEXTS[0].splitlines() if line.endswith(".venv/bin/pytest"))
-    assert test in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+        file, *words = file_and_words(line.replace("runs/NAME", str(trained)))
+        if file == "train.py":
+            read_settings([*words, "device=cpu"])
+        else:
+            command(file, *words).succeeded()
 
 
 def test_the_python_example_generates_text_and_computes_logits(command, tokenizer):
