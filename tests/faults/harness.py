@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -46,6 +45,7 @@ WORDS = (
 )
 STEPS = ("steps=4", "save_every=1", "eval_every=2", "sample_every=2", "log_every=3")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
+TIMED = {"seconds", "tokens_per_second", "peak_memory_bytes", "mfu", "mfu_whole_attention"}
 Action = Callable[[], object]
 
 
@@ -109,23 +109,14 @@ class Job:
 
     def curve(self) -> list:
         """Results that interruptions must not change: metrics without times, samples, weights."""
-        lines = [
-            json.loads(line)
-            for line in (self.root / "run" / "metrics.jsonl")
-            .read_text(encoding="utf-8")
-            .splitlines()
-        ]
-        timed = {"seconds", "tokens_per_second", "peak_memory_bytes"}
-        timed |= {"mfu", "mfu_whole_attention"}
-        curve = [{key: value for key, value in line.items() if key not in timed} for line in lines]
+        curve = []
+        for text in (self.root / "run" / "metrics.jsonl").read_text("utf-8").splitlines():
+            line = json.loads(text)
+            curve.append({key: line[key] for key in line.keys() - TIMED})
         last = self.checkpoints[-1]
-        samples = (self.root / "run" / "samples.txt").read_text(encoding="utf-8")
-        return [
-            *curve,
-            samples,
-            last.name,
-            sha256((last / "model.safetensors").read_bytes()).hexdigest(),
-        ]
+        samples = (self.root / "run" / "samples.txt").read_text("utf-8")
+        weights = sha256((last / "model.safetensors").read_bytes()).hexdigest()
+        return [*curve, samples, last.name, weights]
 
     def leftovers(self) -> list[str]:
         """Names of files that should have been removed."""
@@ -172,9 +163,8 @@ def before_operations(root: Path, do: Callable[[int], object]) -> Action:
 
     def hook(name: str, arguments: tuple) -> None:
         if name in FILE_EVENTS and arguments and not inside:
-            within = (
-                name in ("os.remove", "os.rmdir") and arguments[1] >= 0
-            )  # rmtree uses names relative to an open folder
+            # rmtree uses names relative to an open folder.
+            within = name in ("os.remove", "os.rmdir") and arguments[1] >= 0
             if within or str(arguments[0]).startswith(str(root)):
                 inside.append(name)  # operations inside `do` do not count
                 do(next(numbers))
@@ -190,9 +180,18 @@ def killed_at(event: int, root: Path) -> Action:
     )
 
 
-def copying(root: Path, copies: Path) -> Action:
-    """Copy `root` to `copies`/1, 2, ... before each file operation below it."""
-    return before_operations(root, lambda number: shutil.copytree(root, copies / str(number)))
+def copying(root: Path, copies: Path, killed_at: int | None = None) -> Action:
+    """Copy `root` to `copies`/1, 2, ... before each file operation below it.
+
+    SIGKILL is sent after copy number `killed_at`.
+    """
+
+    def copy(number: int) -> None:
+        shutil.copytree(root, copies / str(number))
+        if number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_operations(root, copy)
 
 
 def at_most(nbytes: int) -> Action:
@@ -219,32 +218,11 @@ def losing_power(record: Path) -> Action:
 
 def lose_power(record: Path, checkpoints: list[Path]) -> None:
     """Truncate the files that were never synced to disk."""
-    safe = set(record.read_text(encoding="utf-8").split()) if record.exists() else set()
-    for path in (path for each in checkpoints for path in each.iterdir()):
-        if f"{path.parent.name}/{path.name}" not in safe:
-            os.truncate(path, 0)
-
-
-def trusting() -> None:
-    """Mimic a common loader that accepts any file with the right name."""
-    checkpoint.verify = lambda folder, fix, **_: {}
-
-
-def in_place() -> None:
-    """Mimic a common saver that writes to the final folder, and a loader without verification."""
-
-    @contextmanager
-    def written(folder: Path):
-        folder.mkdir(parents=True)
-        yield folder
-
-    checkpoint.atomic_directory = written
-    trusting()
-
-
-def unsynced() -> None:
-    """Mimic a saver that never syncs its files."""
-    os.fsync = lambda descriptor: None
+    synced = record.read_text("utf-8").split() if record.exists() else []
+    for checkpoint_path in checkpoints:
+        for path in checkpoint_path.iterdir():
+            if f"{checkpoint_path.name}/{path.name}" not in synced:
+                os.truncate(path, 0)
 
 
 def source(path: Path, **knobs) -> Text:

@@ -6,133 +6,114 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from run import checkpoint
-from tests.faults import harness
-from tests.faults.harness import Job, copying, finish, forked, killed_at, start
+from tests.faults.harness import Job, copying, finish, forked, lose_power, losing_power, start
 
 
-def judged(job: Job, code: int, whole: Job) -> list[str]:
-    """The problems found in a run that was killed and then resumed to its end."""
-    if code != 0:
-        return [f"exit code {code}"]
-    found = [] if job.curve() == whole.curve() else ["another curve"]
-    return found + [f"left over: {name}" for name in job.leftovers()]
+def check_resume(job: Job, whole: Job, crash: object) -> None:
+    """Resume a crashed run to its end, and check that it is like an uninterrupted run."""
+    assert forked(job) == 0, crash
+    assert job.curve() == whole.curve(), crash
+    assert job.leftovers() == [], crash
 
 
-def every_crash_point(job: Job, whole: Job, *broken) -> tuple[int, list[str]]:
-    """Resume from the files left by a kill before each file operation; kill every third run again.
-
-    A kill leaves the files unchanged, so one run copies them before each operation. Only the second
-    kills are real. States whose files have the same names and sizes are tried only once.
-    """
-    found, states = [], []
-    copies = job.root.with_name("copies")
-    shutil.rmtree(copies, ignore_errors=True)
-    job.fresh()
-    assert forked(job, *broken, copying(job.root, copies)) == 0
-    points = len([*copies.iterdir()])
-    for event in range(1, points + 1):
+def crashed(job: Job, copies: Path) -> Iterator[str]:
+    """Restore each copy of a run's files. Files with the same names and sizes come only once."""
+    seen = []
+    for number in range(1, 1 + len([*copies.iterdir()])):
         shutil.rmtree(job.root)
-        shutil.move(copies / str(event), job.root)
-        if event % 3 == 0:
-            forked(job, *broken, killed_at(1 + event * 7 % 50, job.root))
-        states.append({path: path.stat().st_size for path in job.root.rglob("*")})
-        if states.count(states[-1]) > 1:
-            continue
-        found += [
-            f"operation {event}: {problem}" for problem in judged(job, forked(job, *broken), whole)
-        ]
-        if broken and found:
-            break
-    return points, found
+        shutil.move(copies / str(number), job.root)
+        state = {path: path.stat().st_size for path in (job.root / "run").rglob("*")}
+        if state not in seen:
+            seen.append(state)
+            yield f"operation {number} of {copies.name}"
 
 
-def random_kills(job: Job, whole: Job, kills: int, seed: int) -> list[str]:
-    """Kill each run three times at random instants, and then let it finish."""
-    draw, found = random.Random(seed), []
-    began = time.monotonic()
+def test_a_run_resumes_from_every_crash_point(job, whole, tmp_path):
+    """A kill leaves the files unchanged, so copies made before each file operation replace kills.
+
+    The first process is really killed while it saves step 2; the second process resumes.
+    """
     job.fresh()
+    first = tmp_path / "first process"
+    second = tmp_path / "second process"
+    assert forked(job, copying(job.root, first, killed_at=35)) == -signal.SIGKILL
+    assert [path.name for path in job.checkpoints] == ["step-00000001"]
+    assert forked(job, copying(job.root, second)) == 0
+    points = 0
+    for copies in (first, second):
+        for crash in crashed(job, copies):
+            check_resume(job, whole, crash)
+            points += 1
+    assert points > 40
+
+
+def test_a_power_cut_loses_no_saved_checkpoint(job, whole, tmp_path):
+    """The copies of a run also record which of its files had been synced to disk."""
+    job.fresh()
+    record = job.root / "synced"
+    copies = tmp_path / "process"
+    assert forked(job, losing_power(record), copying(job.root, copies)) == 0
+    for number, crash in enumerate(crashed(job, copies)):
+        lose_power(record, job.checkpoints)
+        for path in job.checkpoints:
+            checkpoint.verify(path, crash)
+        if number % 5 == 0:
+            check_resume(job, whole, crash)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_resumes_after_random_kills(job, whole, seed):
+    draw = random.Random(seed)
+    job.fresh()
+    began = time.monotonic()
     assert forked(job) == 0
     usual = time.monotonic() - began
-    for number in range(kills // 3):
+    for number in range(34):
         job.fresh()
         for _ in range(3):
             pid = start(job)
             time.sleep(draw.uniform(0, usual))
             os.kill(pid, signal.SIGKILL)
             finish(pid)
-        found += [
-            f"chain {number} of seed {seed}: {problem}"
-            for problem in judged(job, forked(job), whole)
-        ]
-    return found
+        check_resume(job, whole, number)
 
 
-def power_cuts(job: Job, whole: Job, events: range, *broken) -> list[str]:
-    """Kill a run and truncate its unsynced files; saved checkpoints must survive."""
-    found, record = [], job.root.parent / "record"
-    for event in events:
-        job.fresh()
-        record.unlink(missing_ok=True)
-        forked(job, harness.losing_power(record), *broken, killed_at(event, job.root))
-        there = job.checkpoints
-        harness.lose_power(record, there)
-        for path in there:
-            try:
-                checkpoint.verify(path, "")
-            except Exception:
-                found.append(f"operation {event}: {path.name} was lost")
-        found += [f"operation {event}: {problem}" for problem in judged(job, forked(job), whole)]
-    return found
-
-
-def test_a_run_resumes_from_every_crash_point(job, whole):
-    points, found = every_crash_point(job, whole)
-    assert points > 60 and found == []
-
-
-def test_the_crash_point_test_detects_a_saver_that_writes_in_place(job, whole):
-    assert every_crash_point(job, whole, harness.in_place)[1]
-
-
-MANY = [pytest.param(102, seed, marks=pytest.mark.long) for seed in range(1, 6)]
-
-
-@pytest.mark.parametrize("kills, seed", [(15, 0), *MANY])
-def test_a_run_resumes_after_random_kills(job, whole, kills, seed):
-    assert random_kills(job, whole, kills, seed) == []
-
-
-def test_a_power_cut_loses_no_saved_checkpoint(job, whole):
-    assert power_cuts(job, whole, range(20, 120, 9)) == []
+def write_folder(folder: Path) -> None:
+    with checkpoint.atomic_directory(folder) as staging:
+        for name in ("a", "b"):
+            (staging / name).write_bytes(b"x")
 
 
 def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
-    trace, fsync, rename = [], os.fsync, Path.rename
+    trace = []
+    fsync = os.fsync
+    rename = Path.rename
 
-    def noted(descriptor: int) -> None:
+    def traced_fsync(descriptor: int) -> None:
         trace.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         fsync(descriptor)
 
-    def named(path: Path, to: Path) -> None:
+    def traced_rename(path: Path, to: Path) -> None:
         trace.append(f"rename to {to.name}")
         rename(path, to)
 
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(Path, "rename", named)
-    with checkpoint.atomic_directory(tmp_path / "folder") as unsealed:
-        for name in ("a", "b"):
-            (unsealed / name).write_bytes(b"x")
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(Path, "rename", traced_rename)
+    write_folder(tmp_path / "folder")
     assert trace == ["a", "b", "manifest.json", ".tmp-folder", "rename to folder", tmp_path.name]
 
 
 @pytest.mark.parametrize("number", range(1, 5))
 def test_a_disk_error_in_any_sync_leaves_no_incomplete_folder(tmp_path, monkeypatch, number):
-    calls, fsync = [], os.fsync
+    calls = []
+    fsync = os.fsync
 
     def failing(descriptor: int) -> None:
         calls.append(descriptor)
@@ -141,14 +122,6 @@ def test_a_disk_error_in_any_sync_leaves_no_incomplete_folder(tmp_path, monkeypa
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with (
-        pytest.raises(OSError, match="No space"),
-        checkpoint.atomic_directory(tmp_path / "folder") as unsealed,
-    ):
-        for name in ("a", "b"):
-            (unsealed / name).write_bytes(b"x")
+    with pytest.raises(OSError, match="No space"):
+        write_folder(tmp_path / "folder")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_power_cut_test_detects_a_saver_that_does_not_sync(job, whole):
-    assert power_cuts(job, whole, range(60, 120, 20), harness.unsynced)
