@@ -15,20 +15,25 @@ from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
-from tests.faults.harness import finish, forked, source, start, wait_for
+from tests.faults.harness import Action, finish, forked, source, start, wait_for
 from tests.run.forks import ranks
 from training import evaluation, trainer
 from training.logger import Logger
 
 CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
+STEP = (trainer.Trainer, "accumulate")
+EVALUATION = (evaluation, "evaluate")
+SAMPLE = (evaluation, "stream_text")
+SAVE = (checkpoint, "save")
 
 
-def sending(number: int, where: tuple[object, str], call: int, again: bool = False):
+def sending(number: int, where: tuple[object, str], call: int, again: bool = False) -> Action:
     """Make this process send itself a signal at the given call of a function."""
 
     def patch() -> None:
         owner, name = where
-        wrapped, calls = getattr(owner, name), []
+        wrapped = getattr(owner, name)
+        calls = []
 
         def noisy(*arguments, **named):
             calls.append(name)
@@ -41,45 +46,40 @@ def sending(number: int, where: tuple[object, str], call: int, again: bool = Fal
     return patch
 
 
-PLACES = {
-    "step": ((trainer.Trainer, "accumulate"), 3, "step-00000003"),
-    "evaluation": ((evaluation, "evaluate"), 1, "step-00000002"),
-    "last evaluation": ((evaluation, "evaluate"), 2, "step-00000004"),
-    "sample": ((evaluation, "stream_text"), 1, "step-00000002"),
-    "save": ((checkpoint, "save"), 1, "step-00000002"),
-    "save before a sample": ((checkpoint, "save"), 2, "step-00000002"),
-    "last save": ((checkpoint, "save"), 4, "step-00000004"),
-}
-
-
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_signal_saves_and_ends_a_run(job, whole, number, place, capfd):
+# The signal comes in one call of a function; the last checkpoint then has a certain step.
+@pytest.mark.parametrize(
+    ("number", "where", "call", "step"),
+    [
+        (signal.SIGTERM, STEP, 3, 3),
+        (signal.SIGUSR1, EVALUATION, 1, 2),
+        (signal.SIGINT, EVALUATION, 2, 4),
+        (signal.SIGTERM, SAMPLE, 1, 2),
+        (signal.SIGINT, SAVE, 1, 2),
+        (signal.SIGUSR1, SAVE, 2, 2),  # before a sample
+        (signal.SIGTERM, SAVE, 4, 4),
+    ],
+)
+def test_a_signal_saves_and_ends_a_run(job, whole, number, where, call, step, capfd):
     job.fresh()
-    where, call, saved = PLACES[place]
     assert forked(job, sending(number, where, call)) == CODES[number]
-    assert job.checkpoints[-1].name == saved
+    assert job.checkpoints[-1].name == f"step-{step:08d}"
     assert "resume=true" in capfd.readouterr().err
     assert forked(job) == 0
     assert job.curve() == whole.curve() and job.leftovers() == []
 
 
-@pytest.mark.parametrize("number", CODES)
-def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole, number, capfd):
+def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole):
     job.fresh()
-    assert forked(job, sending(number, (trainer.Trainer, "accumulate"), 1)) == CODES[number]
-    assert "saving after" not in capfd.readouterr().err and job.checkpoints == []
+    assert forked(job, sending(signal.SIGTERM, STEP, 1)) == 75
+    assert job.checkpoints == []
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
 def test_a_second_ctrl_c_ends_a_run_immediately(job, whole):
     job.fresh()
-    noisy = sending(signal.SIGINT, (trainer.Trainer, "accumulate"), 3)
+    noisy = sending(signal.SIGINT, STEP, 3)
     assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "save_file"), 3)) == 130
-    assert job.checkpoints[-1].name == "step-00000002" and job.leftovers() == [
-        "step-00000001",
-        "step-00000002",
-    ]
+    assert job.leftovers() == ["step-00000001", "step-00000002"]  # the checkpoints are kept
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
@@ -90,7 +90,7 @@ def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
         os.dup2(writer, 2)
 
     job.fresh()
-    noisy = sending(signal.SIGINT, (trainer.Trainer, "accumulate"), 3)
+    noisy = sending(signal.SIGINT, STEP, 3)
     assert forked(job, close_errors, noisy) == CODES[signal.SIGINT]
     assert job.checkpoints[-1].name == "step-00000003"
     assert forked(job) == 0 and job.curve() == whole.curve()
@@ -98,30 +98,28 @@ def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
 
 def test_a_repeated_signal_saves_a_run_only_once(job, whole):
     job.fresh()
-    assert (
-        forked(job, sending(signal.SIGTERM, (trainer.Trainer, "accumulate"), 3, again=True)) == 75
-    )
+    assert forked(job, sending(signal.SIGTERM, STEP, 3, again=True)) == 75
     assert job.checkpoints[-1].name == "step-00000003"
 
 
 def test_a_signal_after_the_last_step_ends_a_run_immediately(job, whole, capfd):
     job.fresh()
-    assert forked(job, sending(signal.SIGINT, (Logger, "plot"), 1)) == CODES[signal.SIGINT]
+    assert forked(job, sending(signal.SIGINT, (Logger, "plot"), 1)) == 130
     assert "saving after" not in capfd.readouterr().err
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
-WAITING = {
-    "tokenizer": (preparation, "tokenizer_texts"),
-    "documents": (Tokenizer, "encode_documents"),
-}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("place", WAITING)
-def test_a_signal_interrupts_data_preparation(tmp_path, story, monkeypatch, place, number, capfd):
+@pytest.mark.parametrize(
+    ("number", "owner", "name"),
+    [
+        (signal.SIGINT, preparation, "tokenizer_texts"),
+        (signal.SIGTERM, Tokenizer, "encode_documents"),
+    ],
+)
+def test_a_signal_interrupts_data_preparation(
+    tmp_path, story, monkeypatch, number, owner, name, capfd
+):
     began, there = os.pipe()
-    owner, name = WAITING[place]
     usual = getattr(owner, name)
 
     def waiting(*arguments) -> object:
@@ -147,23 +145,13 @@ def test_a_signal_interrupts_data_preparation(tmp_path, story, monkeypatch, plac
 def test_a_signal_to_one_of_two_ranks_saves_and_ends_both(tmp_path, story, monkeypatch):
     monkeypatch.chdir(tmp_path)
     metrics = Path("run/metrics.jsonl")
-    words = (
-        "data=text",
-        f"data.path={story}",
-        "data.vocab_size=400",
-        "run_dir=run",
-        "save_every=5",
-        "steps=100000",
-        "eval_every=100000",
-        "model.depth=1",
-    )
-    train = [sys.executable, ROOT / "train.py", *TINY, *words]
+    data = ("data=text", f"data.path={story}", "data.vocab_size=400")
+    words = ("run_dir=run", "save_every=5", "steps=100000", "eval_every=100000", "model.depth=1")
+    train = [sys.executable, ROOT / "train.py", *TINY, *data, *words]
 
     def send(number: int, after: int):
         def act(processes: list) -> None:
-            wait_for(
-                lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > after
-            )
+            wait_for(lambda: metrics.exists() and metrics.read_text("utf-8").count("\n") > after)
             os.kill(processes[-1].pid, number)
 
         return act
