@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,34 +35,29 @@ def test_auto_selects_the_best_device_that_torch_can_use(monkeypatch, wanted, us
         assert hardware.pick_device(wanted) == torch.device(picked)
 
 
-def test_a_gpu_without_kernels_is_skipped_with_a_line_and_refused_if_requested(monkeypatch, capsys):
+def test_a_gpu_without_kernels_is_skipped_and_refused_if_requested(monkeypatch, capsys):
     def no_kernel(*_, **__):
         raise RuntimeError("no kernel image is available for execution on the device")
 
-    hardware.has_kernels.cache_clear()
+    monkeypatch.setattr(hardware, "has_kernels", cache(hardware.has_kernels.__wrapped__))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch, "zeros", no_kernel)
     for _ in range(2):
         assert hardware.pick_device("auto") == torch.device("cpu")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Tesla V100" in line and "no kernel image" in line
+    assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(ValueError, match="device=cuda"):
         hardware.pick_device("cuda")
-    hardware.has_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
-    "name, bandwidth",
+    ("name", "bandwidth"),
     [
         ("NVIDIA H200", 4.8e12),
         ("NVIDIA H100 80GB HBM3", 3.35e12),
-        ("NVIDIA A100-SXM4-80GB", 2.04e12),
-        ("NVIDIA A100 80GB PCIe", 1.94e12),
-        ("NVIDIA A100-PCIE-40GB", 1.56e12),
-        ("NVIDIA L4", 0.3e12),
-        ("NVIDIA GeForce RTX 4090", 1.01e12),
+        ("NVIDIA A100 80GB PCIe", 1.94e12),  # not the bandwidth of other A100
+        ("NVIDIA L4", 0.3e12),  # not that of an L40S
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
@@ -84,20 +81,11 @@ def test_compilation_for_a_gpu_requires_a_c_compiler(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "precision"), [("cpu", "highest"), ("cuda", "high")])
 def test_only_training_on_a_gpu_uses_tf32(kind, precision):
-    assert torch.get_float32_matmul_precision() == "highest"
     try:
         hardware.prepare_for_training(torch.device(kind))
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def test_inductor_precision_hints_raise_no_error(monkeypatch):
-    from torch._inductor import compile_fx
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    compile_fx._warn_tf32_disabled.__wrapped__()
 
 
 def test_training_configures_the_selected_device(command, monkeypatch):
@@ -121,6 +109,7 @@ with open("/proc/self/smaps_rollup") as summary:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text("utf-8"), reason="needs huge pages"
 )
@@ -130,22 +119,9 @@ def test_large_tensors_are_in_huge_pages():
     assert int(result.stdout) >= 60 * 1024  # kB
 
 
-PRINT_PEAK = """
-import torch
-from run import hardware
-
-print(hardware.peak_memory(torch.device("cpu")))
-"""
-START_FROM_A_LARGE_PROCESS = """
-import subprocess
-import sys
-
-memory = b"x" * 2**31
-subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
-"""
-
-
-def test_peak_memory_excludes_the_parent_process():
-    command = [sys.executable, "-c", START_FROM_A_LARGE_PROCESS, PRINT_PEAK]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
-    assert 2**26 < int(result.stdout) < 2**30  # importing torch takes some 300 MB
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_excludes_the_parent_process(monkeypatch):
+    """On Linux, getrusage also counts the parent process."""
+    parent = SimpleNamespace(ru_maxrss=2**40)
+    monkeypatch.setattr(hardware.resource, "getrusage", lambda _: parent)
+    assert 2**26 < hardware.peak_memory(torch.device("cpu")) < 2**40

@@ -4,48 +4,52 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from tests.conftest import LONG, ROOT, SHORT, TINY, saved, tell, tree_of
+from tests.conftest import LONG, ROOT, SHORT, TINY
+from tests.run.forks import Forked
 
 
-def bash(line: str) -> subprocess.CompletedProcess:
-    """Run a shell command with pipefail."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    words = ["bash", "-o", "pipefail", "-c", line]
-    return subprocess.run(words, env=environment, capture_output=True, timeout=LONG)
+def closed_pipe() -> IO:
+    """A pipe whose reader has exited."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
 
 
-@pytest.fixture
-def generate(tmp_path, tokenizer, monkeypatch) -> str:
-    """The generate.py command line, in a folder with a run."""
-    monkeypatch.chdir(tmp_path)
-    saved(Path("runs/drawn"), tree_of("gqa", "model.depth=1"), tokenizer)
-    return f"{sys.executable} {ROOT}/generate.py --temperature 0 --device cpu"
+def full_disk() -> IO:
+    return open("/dev/full", "w")
 
 
-def test_generation_ends_quietly_when_its_reader_has_read_enough(generate):
-    told = bash(f"{generate} --num-samples 9 Ann | head -1")
+def run(stdout: IO, stderr: IO, *command: str) -> int:
+    """Run `python FILE ARGUMENTS` with these streams in a fork; return its exit code."""
+    file, *arguments = command
+    with stdout, stderr:
+        return Forked([sys.executable, ROOT / file, *arguments], stdout, stderr, {}).wait()
+
+
+def test_generation_ends_quietly_when_its_reader_has_read_enough(drawn_run):
+    generate = f"{sys.executable} {ROOT}/generate.py --temperature 0 --device cpu --num-samples 9"
+    words = ["bash", "-o", "pipefail", "-c", f"{generate} Ann | head -1"]
+    told = subprocess.run(words, capture_output=True, timeout=LONG)
     assert told.stdout.startswith(b"--- 1: Ann") and b"rror" not in told.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_writing_standard_output_to_a_full_disk_is_a_storage_error(generate, unbuffered):
-    """Without buffering, the first write fails; otherwise a flush fails, and keeps the text."""
-    told = bash(f"PYTHONUNBUFFERED={unbuffered} {generate} Ann > /dev/full")
-    assert told.returncode == 74 and b"error: No space left on device" in told.stderr
+def test_writing_standard_output_to_a_full_disk_is_a_storage_error(drawn_run):
+    errors = Path("errors")
+    assert run(full_disk(), errors.open("w"), "generate.py", "Ann", "--device", "cpu") == 74
+    *_, line = errors.read_text(encoding="utf-8").splitlines()
+    assert line.startswith("error: ")
 
 
-@pytest.mark.parametrize("end", ["2>/dev/full", "2>&1 | true"])
-def test_the_exit_code_reports_an_error_that_cannot_be_printed(end):
-    assert bash(f"(sleep 1; {sys.executable} {ROOT}/train.py --colour) {end}").returncode == 2
+@pytest.mark.parametrize("stream", [full_disk, closed_pipe])
+def test_the_exit_code_reports_an_error_that_cannot_be_printed(command, stream):
+    assert run(stream(), stream(), "train.py", "--colour") == 2
 
 
-def test_training_does_not_end_when_the_reader_of_its_messages_does(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = f"data=text data.path={tell(tmp_path)} data.vocab_size=400"
-    words = " ".join([*TINY, *SHORT])
-    told = bash(f"({sys.executable} {ROOT}/train.py {words} {text}; echo $? > code) 2>&1 | true")
-    assert told.returncode == 0 and Path("code").read_text(encoding="utf-8") == "0\n"
+def test_training_does_not_end_when_the_reader_of_its_messages_does(command, story):
+    words = (*TINY, *SHORT, "data=text", f"data.path={story}", "data.vocab_size=400")
+    assert run(closed_pipe(), closed_pipe(), "train.py", *words) == 0
     assert Path("runs/text-tiny-gqa/checkpoints/step-00000004").exists()
