@@ -1,6 +1,8 @@
 """After a failed or killed compilation, later commands compile and use no incomplete file."""
 
 import os
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -8,13 +10,17 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils import cpp_extension
 
-from run import compilation
+from run import compilation, errors
+from run.paths import cache_folder
 from tests.conftest import LONG, ROOT, TINY, weights
+from tests.faults.harness import forked
 from train import take_step
 from training.setup import report_machine_errors
 
@@ -22,6 +28,7 @@ COMPILING = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
+import train  # imports the same modules as training, in the same order
 from run import compilation
 from torch._inductor import config, cpu_vec_isa
 
@@ -44,46 +51,33 @@ result = compilation.compile_and_run(run, "a sum", is_required=True, option="com
 print(result, bool(cpu_vec_isa.pick_vec_isa()))
 """
 
-CACHE = """
-import os
-import torch
-from run import compilation
-from train import take_step
-from torch import _dynamo
-print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-"""
 
-
-def test_each_instruction_set_has_a_separate_cache():
+def test_each_instruction_set_has_a_separate_cache(monkeypatch):
     caches = set()
-    for capability in ("default", "avx2"):
-        env = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-        env.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        how = {"cwd": ROOT, "env": env, "encoding": "utf-8"}
-        caches.add(Path(subprocess.check_output([sys.executable, "-c", CACHE], **how).strip()))
-    assert len(caches) == 2 and {cache.parent for cache in caches} == {ROOT / ".cache"}
+    for capability in ("DEFAULT", "AVX2"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        caches.add(Path(runpy.run_path(compilation.__file__)["CACHE"]))
+    assert len(caches) == 2
+    assert {cache.parent for cache in caches} == {cache_folder()}
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_a_run_that_cannot_be_compiled_suggests_its_own_checkpoint(tmp_path, capsys, is_saved):
-    run_dir = tmp_path / "run"
-    fix = "run the same command with compile=false"
+@pytest.mark.parametrize(
+    ("is_saved", "is_resumed", "resumes"),
+    [(False, False, False), (True, False, True), (True, True, False)],
+)
+def test_a_run_that_cannot_be_compiled_suggests_how_to_continue(
+    tmp_path, capsys, is_saved, is_resumed, resumes
+):
+    """A resumed run may have new overrides, so its own command has to be repeated."""
     if is_saved:
-        (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
-        fix = f"python train.py run_dir={run_dir} resume=true compile=false"
-    with pytest.raises(SystemExit) as ended, report_machine_errors(run_dir, is_resumed=False):
+        (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended, report_machine_errors(tmp_path, is_resumed):
         raise TorchDynamoException("no such compiler")
-    assert ended.value.code == 2
-    problem = "error: compilation failed (no such compiler)"
-    assert capsys.readouterr().err == f"{problem}. fix: {fix}\n"
-
-
-def test_a_resumed_run_that_cannot_be_compiled_keeps_its_new_overrides(tmp_path, capsys):
-    """The command that resumes a run would restore the saved values of these overrides."""
-    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    with pytest.raises(SystemExit), report_machine_errors(tmp_path, is_resumed=True):
-        raise TorchDynamoException("no such compiler")
-    assert ". fix: run the same command with compile=false\n" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("error: ") and "compile=false" in line
+    assert (f"python train.py run_dir={tmp_path} resume=true" in line) == resumes
 
 
 compiles = pytest.mark.skipif(
@@ -121,6 +115,7 @@ def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) 
     return told
 
 
+@pytest.mark.long
 @compiles
 def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilations(tmp_path):
     """Tests empty instruction-set probes, as left by a killed linker, and corrupt kernels."""
@@ -144,25 +139,17 @@ def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilatio
     assert said == "66.0 True\n" and "warning" not in told
 
 
-THREADS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import threading, time
-from run import errors
+def test_a_command_cleans_up_and_does_not_wait_for_threads(capfd):
+    def command() -> None:
+        Thread(target=time.sleep, args=(LONG,)).start()
+        with errors.hard_exit(), errors.report_errors():
+            try:
+                raise KeyboardInterrupt
+            finally:
+                print("cleaned up")
 
-threading.Thread(target=time.sleep, args=(1000,)).start()
-with errors.hard_exit(), errors.report_errors():
-    try:
-        raise KeyboardInterrupt
-    finally:
-        print("cleaned up")
-"""
-
-
-def test_a_command_cleans_up_and_does_not_wait_for_threads():
-    command = [sys.executable, "-c", THREADS, str(ROOT)]
-    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LONG)
-    assert (ended.returncode, ended.stdout) == (130, "cleaned up\n")
+    assert forked(command) == 130
+    assert capfd.readouterr().out == "cleaned up\n"
 
 
 @pytest.mark.long
@@ -208,30 +195,42 @@ def test_training_continues_uncompiled_if_compilation_fails(run_of, broken_compi
     for _ in range(3):
         take_step(eager)
         take_step(run)
-    told = capfd.readouterr().err
-    assert told.count("warning: compilation failed") == 2 and "out of order" in told
+    assert capfd.readouterr().err.count("warning: compilation failed") == 2
     assert not run.trainer.is_compiled
     for name, weight in weights(eager).items():
         assert torch.equal(weight, weights(run)[name])
 
 
 @compiles
-def test_a_requested_compilation_that_fails_is_reported_in_one_line(run_of, broken_compiler, capfd):
+def test_a_requested_compilation_that_fails_ends_the_run(run_of, broken_compiler, capfd):
     run = run_of("compile=true")
     with pytest.raises(SystemExit) as end:
         take_step(run)
-    told = capfd.readouterr().err
-    assert end.value.code == 2
-    assert "error: compilation failed (" in told and told.count("fix: ") == 1
-    assert "Traceback" not in told
+    *_, line = capfd.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("error: ") and "compile=false" in line
 
 
+def test_a_clone_whose_path_has_spaces_is_quoted_for_the_compiler(monkeypatch):
+    """The virtual environment is inside the clone, as in the README."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+
+    monkeypatch.setattr(torch, "__file__", "/My Projects/torch/__init__.py")
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", compilation.CACHE)
+    compilation.prepare_to_compile()
+    builder = CppBuilder(name="kernel", sources="kernel.cpp", BuildOption=CppTorchOptions())
+    assert "-L/My Projects/torch/lib" in shlex.split(builder.get_command_line())
+
+
+@pytest.mark.long
 @compiles
 @pytest.mark.parametrize("step", ["training", "decoding"])
 def test_compilation_works_in_a_clone_whose_path_has_spaces(tmp_path, step):
-    """The virtual environment is inside the clone, as in the README."""
     clone = tmp_path / "My Projects"
-    shutil.copytree(ROOT / "run", clone / "run")
+    clone.mkdir()
+    shutil.copy(ROOT / "train.py", clone)
+    for package in ("data", "inference", "model", "run", "training"):
+        shutil.copytree(ROOT / package, clone / package)
     (clone / "packages").symlink_to(Path(torch.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": str(clone / "packages"), "HOME": str(tmp_path)}
     for name in ("TORCHINDUCTOR_CACHE_DIR", "ATTEND_CACHE", "XDG_CACHE_HOME"):
