@@ -3,7 +3,7 @@
 import errno
 import math
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import copytree
 from unittest.mock import Mock
 from zipfile import ZipFile
 
@@ -13,7 +13,7 @@ from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.errors import IntegrityError
 from run.instantiate import instantiate
-from tests.conftest import saved, settings_of, tree_of
+from tests.conftest import saved, tree_of
 from train import take_step
 
 
@@ -60,25 +60,18 @@ def test_two_checkpoints_are_kept_and_the_newest_intact_checkpoint_is_loaded(run
     for _ in range(3):
         take_step(run)
         run.checkpointer.save(run.progress)
-    folders = sorted(path.name for path in (run.env.run_dir / "checkpoints").iterdir())
-    assert folders == ["step-00000002", "step-00000003"]
+    older, newest = sorted((run.env.run_dir / "checkpoints").iterdir())
+    assert (older.name, newest.name) == ("step-00000002", "step-00000003")
     # A copy under another name is not a checkpoint of the run.
-    copytree(
-        run.env.run_dir / "checkpoints" / folders[0], run.env.run_dir / "checkpoints/step-best"
-    )
-    assert checkpoint.newest_checkpoint(run.env.run_dir).name == folders[1]
-    rmtree(run.env.run_dir / "checkpoints/step-best")
-    newest = run.env.run_dir / "checkpoints" / folders[1]
+    copytree(older, older.with_name("step-best"))
     assert checkpoint.newest_checkpoint(run.env.run_dir) == newest
-    raw = bytearray((newest / "model.safetensors").read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (newest / "model.safetensors").write_bytes(raw)
-    assert checkpoint.newest_checkpoint(run.env.run_dir).name == folders[0]
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    assert checkpoint.newest_checkpoint(run.env.run_dir) == older
     assert "skipping" in capsys.readouterr().err
-    (run.env.run_dir / "checkpoints" / folders[0] / "manifest.json").unlink()
-    with pytest.raises(IntegrityError, match="all checkpoints are damaged"):
+    (older / "manifest.json").unlink()
+    with pytest.raises(IntegrityError):
         checkpoint.newest_checkpoint(run.env.run_dir)
-    assert len([*(run.env.run_dir / "checkpoints").iterdir()]) == 2  # damaged ones are not deleted
+    assert older.exists() and newest.exists()  # damaged ones are not deleted
 
 
 def test_a_disconnected_network_disk_is_not_reported_as_damage(run_of, monkeypatch):
@@ -91,17 +84,17 @@ def test_a_disconnected_network_disk_is_not_reported_as_damage(run_of, monkeypat
         checkpoint.newest_checkpoint(run.env.run_dir)
 
 
-def test_weights_that_do_not_match_the_model_are_refused(run_of):
-    run = run_of()
+@pytest.mark.parametrize("depth", [1, 3])
+def test_missing_and_surplus_weights_are_refused(run_of, depth):
+    run = run_of()  # of two layers
     take_step(run)
     run.checkpointer.save(run.progress)
-    other = instantiate(settings_of("model=tiny", "model.depth=3", "data.vocab_size=400").model)
-    with pytest.raises(IntegrityError, match="the weights do not match the model"):
-        checkpoint.load_weights(other, checkpoint.newest_checkpoint(run.env.run_dir))
+    tree = run.env.settings.model | {"depth": depth}
+    with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+        checkpoint.load_weights(instantiate(tree), checkpoint.newest_checkpoint(run.env.run_dir))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("optimizer", "value"), [("muon", math.nan), ("adamw", math.inf)])
 def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
     run = run_of(f"optimizer={optimizer}")
     take_step(run)
@@ -120,8 +113,19 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
             action(run.progress)
         assert end.value.code == 4
         problem = capsys.readouterr().err
-        assert "training diverged (by step 3)" in problem
+        assert "step 3" in problem
         assert "resume=true" not in problem  # there is no checkpoint
+    assert not [*run.env.run_dir.glob("checkpoints/*")]
+
+
+def test_a_non_finite_optimizer_state_is_never_saved(run_of):
+    run = run_of()
+    take_step(run)
+    for values in run.trainer.optimizers[0].state.values():
+        values["momentum"].fill_(math.inf)
+    with pytest.raises(SystemExit) as end:
+        run.checkpointer.save(run.progress)
+    assert end.value.code == 4
     assert not [*run.env.run_dir.glob("checkpoints/*")]
 
 
