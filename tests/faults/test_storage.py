@@ -4,19 +4,15 @@ import errno
 import json
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from data.prepare import prepare
-from data.tokenizer import Tokenizer
 from run import checkpoint, folder, progress
 from run.distributed import DistEnv
-from tests.conftest import LONG, TINY, settings_of
-from tests.faults.harness import at_most, finish, forked, source, start, wait_for
+from tests.conftest import TINY, settings_of
+from tests.faults.harness import at_most, forked
 
 
 @pytest.mark.parametrize("room", [5000, 150_000])
@@ -74,26 +70,6 @@ def test_only_one_run_can_use_a_folder(job, tmp_path, capfd):
     with pytest.raises(KeyError), folder.open_run_dir(settings, ranks, job.checkpoints[-1]):
         raise KeyError
     assert forked(job) == 0
-
-
-def test_a_lock_does_not_outlive_its_process(job):
-    job.fresh()
-    pid = start(job.with_words("steps=100000"))
-    wait_for((job.root / "run" / "metrics.jsonl").exists)
-    os.kill(pid, signal.SIGKILL)
-    finish(pid)
-    assert forked(job.with_words("steps=3")) == 0
-
-
-def test_a_killed_preparation_leaves_no_lock(tmp_path, story, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "encode_documents", lambda self, texts: time.sleep(LONG))
-    cache = tmp_path / "cache"
-    pid = start(lambda: prepare(source(story), cache) and None)
-    wait_for(lambda: list(cache.glob(".tmp-*")))
-    os.kill(pid, signal.SIGKILL)
-    finish(pid)
-    monkeypatch.undo()
-    assert forked(lambda: prepare(source(story), cache) and None) == 0
 
 
 def test_a_renamed_checkpoint_is_not_resumed(job):
