@@ -210,6 +210,7 @@ def test_a_requested_compilation_that_fails_ends_the_run(run_of, broken_compiler
     assert end.value.code == 2 and line.startswith("error: ") and "compile=false" in line
 
 
+@compiles
 def test_a_clone_whose_path_has_spaces_is_quoted_for_the_compiler(monkeypatch):
     """The virtual environment is inside the clone, as in the README."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions

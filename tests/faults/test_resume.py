@@ -256,15 +256,6 @@ def test_a_text_that_was_moved_can_be_given():
     assert settings.data["path"] == "there.txt" and len(told) == 1
 
 
-def test_a_refused_change_leaves_the_run_as_it_is(job, capfd):
-    job.fresh()
-    assert forked(job.with_words("steps=2")) == 0
-    assert forked(job.with_words("seed=1")) == 2
-    assert "seed" in capfd.readouterr().err.splitlines()[-1]
-    assert forked(job.with_words("optimizer.lr=0.001")) == 0
-    assert "optimizer.lr" in capfd.readouterr().err
-
-
 LOADING = """
 import re, sys
 sys.path.insert(0, sys.argv[1])
