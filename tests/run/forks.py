@@ -53,7 +53,7 @@ class Forked:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             os.environ.update(env)
             sys.argv = [str(argument) for argument in command[1:]]
             runpy.run_path(sys.argv[0], run_name="__main__")
