@@ -3,13 +3,12 @@
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from run import checkpoint, folder, progress
+from run import folder, progress
 from run.distributed import DistEnv
 from tests.conftest import TINY, settings_of
 from tests.faults.harness import at_most, forked
@@ -54,7 +53,7 @@ def test_a_metrics_line_is_written_completely_or_not_at_all(job):
     assert steps == sorted({*steps}) and 5 < len(steps) < 40
 
 
-def test_only_one_run_can_use_a_folder(job, tmp_path, capfd):
+def test_only_one_run_can_use_a_folder(job, capfd):
     job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     files = [path for path in job.root.rglob("*") if path.is_file()]
@@ -72,13 +71,6 @@ def test_only_one_run_can_use_a_folder(job, tmp_path, capfd):
     assert forked(job) == 0
 
 
-def test_a_renamed_checkpoint_is_not_resumed(job):
-    job.fresh()
-    assert forked(job.with_words("steps=2")) == 0
-    job.checkpoints[-1].rename(job.checkpoints[-1].with_name("step-00000009"))
-    assert checkpoint.newest_checkpoint(job.root / "run").name == "step-00000001"
-
-
 def test_a_run_folder_that_cannot_be_used_is_refused(command, story):
     Path("file").touch()
     Path("mine").mkdir()
@@ -92,15 +84,6 @@ def test_a_run_folder_that_cannot_be_used_is_refused(command, story):
         result = command("train.py", *words, *more)
         assert result.code == code and "run_dir" in result.err.splitlines()[-1]
     assert [path.read_text(encoding="utf-8") for path in Path("mine").iterdir()] == ["my: config"]
-
-
-def test_a_copied_checkpoint_is_not_removed(job):
-    job.fresh()
-    assert forked(job.with_words("steps=2")) == 0
-    shutil.copytree(job.checkpoints[-1], job.checkpoints[-1].with_name("step-00000002.bak"))
-    assert forked(job) == 0
-    names = {path.name for path in (job.root / "run" / "checkpoints").iterdir()}
-    assert names == {"step-00000002.bak", "step-00000003", "step-00000004"}
 
 
 def test_a_run_on_a_file_system_without_syncs_and_locks_gets_one_warning_each(
