@@ -255,3 +255,8 @@ def wait_for(condition: Callable[[], object], seconds: float = LONG) -> None:
         if monotonic() > end:
             raise TimeoutError(condition)
         sleep(0.01)
+
+
+def count_lines(path: Path) -> int:
+    """The number of lines of a file, 0 if it does not exist yet."""
+    return path.read_text("utf-8").count("\n") if path.exists() else 0

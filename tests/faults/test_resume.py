@@ -16,7 +16,7 @@ from model.build import build_model
 from run import checkpoint, folder
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY, settings_of, tree_of
-from tests.faults.harness import forked, wait_for
+from tests.faults.harness import count_lines, forked, wait_for
 from training import evaluation, setup, trainer
 from training.budget import TimeBudget
 
@@ -298,7 +298,7 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path, story):
         process = subprocess.Popen([*command, f"run_dir={folder}"], cwd=tmp_path)
         metrics = tmp_path / folder / "metrics.jsonl"
         if ended_after is not None:
-            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > ended_after)
+            wait_for(lambda: count_lines(metrics) > ended_after)
             process.send_signal(signal.SIGTERM)
         return process.wait(timeout=LONG)
 

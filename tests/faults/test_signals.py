@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.signals import Signals
 from tests.conftest import LONG, ROOT, TINY
-from tests.faults.harness import Action, finish, forked, source, start, wait_for
+from tests.faults.harness import Action, count_lines, finish, forked, source, start, wait_for
 from tests.run.forks import ranks
 from training import evaluation, trainer
 from training.logger import Logger
@@ -151,7 +151,7 @@ def test_a_signal_to_one_of_two_ranks_saves_and_ends_both(tmp_path, story, monke
 
     def send(number: int, after: int):
         def act(processes: list) -> None:
-            wait_for(lambda: metrics.exists() and metrics.read_text("utf-8").count("\n") > after)
+            wait_for(lambda: count_lines(metrics) > after)
             os.kill(processes[-1].pid, number)
 
         return act

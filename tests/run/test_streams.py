@@ -16,11 +16,11 @@ def closed_pipe() -> IO:
     """A pipe whose reader has exited."""
     reader, writer = os.pipe()
     os.close(reader)
-    return os.fdopen(writer, "w")
+    return os.fdopen(writer, "wb")
 
 
 def full_disk() -> IO:
-    return open("/dev/full", "w")
+    return open("/dev/full", "wb")
 
 
 def run(stdout: IO, stderr: IO, *command: str) -> int:
@@ -39,7 +39,7 @@ def test_generation_ends_quietly_when_its_reader_has_read_enough(drawn_run):
 
 def test_writing_standard_output_to_a_full_disk_is_a_storage_error(drawn_run):
     errors = Path("errors")
-    assert run(full_disk(), errors.open("w"), "generate.py", "Ann", "--device", "cpu") == 74
+    assert run(full_disk(), errors.open("wb"), "generate.py", "Ann", "--device", "cpu") == 74
     *_, line = errors.read_text(encoding="utf-8").splitlines()
     assert line.startswith("error: ")
 
