@@ -156,42 +156,28 @@ def finish(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def before_operations(root: Path, do: Callable[[int], object]) -> Action:
-    """Call `do` before each file operation below `root`, with the operation's number."""
-    numbers = itertools.count(1)
-    inside = []
-
-    def hook(name: str, arguments: tuple) -> None:
-        if name in FILE_EVENTS and arguments and not inside:
-            # rmtree uses names relative to an open folder.
-            within = name in ("os.remove", "os.rmdir") and arguments[1] >= 0
-            if within or str(arguments[0]).startswith(str(root)):
-                inside.append(name)  # operations inside `do` do not count
-                do(next(numbers))
-                inside.clear()
-
-    return partial(sys.addaudithook, hook)
-
-
-def killed_at(event: int, root: Path) -> Action:
-    """Send SIGKILL before the file operation with this number below `root`."""
-    return before_operations(
-        root, lambda number: number == event and os.kill(os.getpid(), signal.SIGKILL)
-    )
-
-
 def copying(root: Path, copies: Path, killed_at: int | None = None) -> Action:
     """Copy `root` to `copies`/1, 2, ... before each file operation below it.
 
     SIGKILL is sent after copy number `killed_at`.
     """
+    numbers = itertools.count(1)
+    inside = []
 
-    def copy(number: int) -> None:
-        shutil.copytree(root, copies / str(number))
-        if number == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def hook(name: str, arguments: tuple) -> None:
+        if name not in FILE_EVENTS or not arguments or inside:
+            return
+        # rmtree uses names relative to an open folder.
+        is_relative = name in ("os.remove", "os.rmdir") and arguments[1] >= 0
+        if is_relative or str(arguments[0]).startswith(str(root)):
+            inside.append(name)  # copying does not count
+            number = next(numbers)
+            shutil.copytree(root, copies / str(number))
+            if number == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            inside.clear()
 
-    return before_operations(root, copy)
+    return partial(sys.addaudithook, hook)
 
 
 def at_most(nbytes: int) -> Action:
