@@ -12,7 +12,6 @@ os.environ.setdefault("ATTEND_CACHE", os.path.abspath(f"{__file__}/../../.cache"
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,8 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from time import monotonic, sleep
-from types import SimpleNamespace
+from time import monotonic
 from unittest import mock
 
 import pytest
@@ -42,8 +40,6 @@ from run.instantiate import instantiate
 from run.settings import Settings
 from run.signals import Signals
 from tests.run.forks import LONG as LONG
-from tests.run.forks import Forked
-from tools.compare import jobs
 from train import take_step
 from training import logger, setup
 from training.clock import Clock
@@ -134,23 +130,16 @@ def tree_of(variant: str, *overrides: str) -> dict:
 
 
 def every_kind(tree: dict) -> dict:
-    """A model config with enough layers to include every kind of layer."""
-    pattern = tree["attention"].get("pattern", [])
-    every = 1
-    while {*pattern[-every:]} != {*pattern}:
-        every += 1
-    if "cross_layer" in tree["attention"]["_target_"]:  # a first layer, and a layer that reads it
-        every = 2
-    return tree | {"depth": max(tree["depth"], every)}
-
-
-def shortest(tree: dict) -> dict:
-    """The model config with the smallest number of layers that includes every kind of layer."""
+    """A model config with the shortest pattern, and enough layers, for every kind of layer."""
     attention = tree["attention"]
-    if "pattern" not in attention:
-        return tree
-    pattern = [*dict.fromkeys(attention["pattern"])]
-    return tree | {"depth": len(pattern), "attention": attention | {"pattern": pattern}}
+    depth = tree["depth"]
+    if "cross_layer" in attention["_target_"]:  # a first layer, and a layer that reads it
+        depth = max(depth, 2)
+    if "pattern" in attention:
+        pattern = [*dict.fromkeys(attention["pattern"])]
+        attention = attention | {"pattern": pattern}
+        depth = max(depth, len(pattern))
+    return tree | {"depth": depth, "attention": attention}
 
 
 SHORT_REACH = {"window": 5, "chunk": 5, "block": 2, "topk": 3}
@@ -175,44 +164,23 @@ def continued(
     eos=(),
     compiled=False,
     captured=False,
-    **more,
 ):
     """Continue each prompt up to `eos`, in batches of `rows`; rows=0 decodes without a cache."""
     weight = model.embed.weight
     cache = model.new_cache(rows, model.context, weight.dtype, weight.device) if rows else None
-    sequences = [
-        Sequence([*prompt], most, seed=seed, eos=eos) for seed, prompt in enumerate(prompts)
-    ]
-    drawn = {id(sequence): [] for sequence in sequences}
+    continuations = {}
+    for seed, prompt in enumerate(prompts):
+        continuations[Sequence([*prompt], most, seed=seed, eos=eos)] = []
     # The first steps read only a few cache slots, and the last steps read the whole context.
     with mock.patch("inference.engine.READ_MULTIPLE", 4):
-        engine = Engine(model, draw, cache, **more)
+        engine = Engine(model, draw, cache, prefill_chunk=9)
         if compiled:
             engine.compile()
         if captured:
             engine.capture()
-        for sequence in engine.generate(sequences):
-            drawn[id(sequence)].append(sequence.tokens[-1])
-    return [*drawn.values()]
-
-
-def inductor_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_) -> Callable:
-    """A backend that applies Inductor's passes and runs the graph without code generation.
-
-    Unlike AOTAutograd alone, the passes may compare a dynamic size with a constant. Then the graph
-    does not support the sizes that compare differently.
-    """
-    # Imported here, because importing torch._dynamo sets TORCHINDUCTOR_CACHE_DIR if it is not set.
-    from torch._dynamo.utils import detect_fake_mode
-    from torch._inductor import compile_fx
-    from torch._inductor.virtualized import V
-
-    def apply_passes(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_) -> Callable:
-        with V.set_fake_mode(detect_fake_mode(inputs)):
-            compile_fx._recursive_post_grad_passes(graph, is_inference=True)
-        return graph.forward
-
-    return compile_fx.compile_fx(graph, inputs, inner_compile=apply_passes)
+        for sequence in engine.generate(continuations):
+            continuations[sequence].append(sequence.tokens[-1])
+    return [*continuations.values()]
 
 
 def compile_without_inductor(monkeypatch, backend: str | Callable = "aot_eager") -> None:
@@ -279,7 +247,7 @@ def drawn(tree: dict, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 @cache
 def drawn_once(variant: str) -> torch.nn.Module:
-    return drawn(shortest(tree_of(*variant.split())), torch.float64)
+    return drawn(tree_of(*variant.split()), torch.float64)
 
 
 @pytest.fixture(params=[*VARIANTS, *EXTRAS])
@@ -296,9 +264,9 @@ def tokenizer() -> Tokenizer:
 
 def saved(folder: Path, tree: dict, tokenizer: Tokenizer, step: int = 1) -> torch.nn.Module:
     """Save a run with one checkpoint of a model with this config and randomized parameters."""
-    model = drawn(tree | {"vocab_size": tokenizer.vocab_size})
-    trees = {"model": tree | {"vocab_size": tokenizer.vocab_size}}
-    checkpoint.save(folder, step, model.state_dict(), trees, tokenizer.files, {})
+    tree = tree | {"vocab_size": tokenizer.vocab_size}
+    model = drawn(tree)
+    checkpoint.save(folder, step, model.state_dict(), {"model": tree}, tokenizer.files, {})
     return model
 
 
@@ -359,18 +327,13 @@ def tell(folder: Path) -> Path:
     return path
 
 
-@cache
-def trained_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
-    return TRAIN_TOKENIZER(texts, vocab_size)
-
-
-TRAIN_TOKENIZER = Tokenizer.train
+train_tokenizer = cache(Tokenizer.train)
 
 
 @pytest.fixture
 def story(tmp_path, monkeypatch) -> Path:
     """The text in the test's folder; its tokenizer is trained only once per process."""
-    monkeypatch.setattr(Tokenizer, "train", lambda texts, size: trained_tokenizer((*texts,), size))
+    monkeypatch.setattr(Tokenizer, "train", lambda texts, size: train_tokenizer((*texts,), size))
     return tell(tmp_path)
 
 
@@ -407,15 +370,6 @@ def trained(command, story, finished) -> Path:
     for name in ("runs", ".cache"):
         shutil.copytree(finished / name, name)
     return Path("runs/text-tiny-gqa")
-
-
-@pytest.fixture
-def forked_jobs(monkeypatch) -> None:
-    """Run the training jobs of a comparison in forks, which start faster than new processes."""
-    monkeypatch.setattr(
-        jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
-    )
-    monkeypatch.setattr(jobs, "sleep", lambda seconds: sleep(seconds / 20))
 
 
 @pytest.fixture
@@ -459,24 +413,17 @@ def weights(run: setup.Run) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in run.trainer.model.named_parameters()}
 
 
-class FirstBatch(Loader):
-    """Returns the first batch at every step."""
-
-    def __call__(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().__call__(0, rows)
-
-
 def learn_by_heart(run: setup.Run, steps: int) -> list[float]:
     """Overfit one batch; return its losses in nats, which fall in fp32 and bf16 for all seeds."""
-    sizes = {
-        "context": run.env.settings.context,
-        "batch_size": run.trainer.loader.batch_size,
-        "seed": run.trainer.loader.seed,
-    }
-    run.trainer.loader = FirstBatch(run.env.corpus.train, **sizes)
+    load = Loader.__call__
+
+    def load_first(loader: Loader, step: int, rows: slice = slice(None)):
+        return load(loader, 0, rows)
+
     losses = []
-    for _ in range(steps):
-        run.meter.loss_sum.zero_()
-        take_step(run)
-        losses.append(run.meter.loss_sum[0].item() / run.env.settings.batch_tokens)
+    with mock.patch.object(Loader, "__call__", load_first):
+        for _ in range(steps):
+            run.meter.loss_sum.zero_()
+            take_step(run)
+            losses.append(run.meter.loss_sum[0].item() / run.env.settings.batch_tokens)
     return losses

@@ -12,7 +12,7 @@ from data.loader import Loader
 from run import checkpoint
 from run.distributed import DistEnv
 from run.signals import Signals
-from tests.conftest import TINY, every_kind, settings_of, shortest, shrink
+from tests.conftest import TINY, every_kind, settings_of, shrink
 from tests.gpu.fake_cuda import fake_cuda
 from training import setup
 from training.clock import Clock
@@ -41,7 +41,7 @@ def run_on_gpu(gpu, tokenizer, tmp_path):
         )
         settings = settings_of(*TINY, *sizes, *overrides, "device=cuda", f"precision={precision}")
         model = shrink(settings.model) | {"vocab_size": tokenizer.vocab_size}
-        settings.model = shortest(every_kind(model))
+        settings.model = every_kind(model)
         text = [np.zeros(4096, np.uint16)]
         corpus = Corpus(text, text[0], tokenizer, "0" * 64)
         loader = Loader(text, context=8, batch_size=8, seed=0)

@@ -9,7 +9,7 @@ from inference.quantize import optimize_for_decoding
 from inference.sampling import sample
 from model.build import build_model
 from model.transformer import Transformer
-from tests.conftest import shortest, tree_of
+from tests.conftest import tree_of
 from tests.gpu.fake_cuda import FakeGPU
 from train import report, take_step
 from training import setup
@@ -48,7 +48,7 @@ def check_step(gpu: FakeGPU, run: setup.Run) -> None:
 
 
 def decoding_model(variant: str, dtype: torch.dtype, *, int8: bool = False) -> Transformer:
-    tree = shortest(tree_of(*variant.split()))
+    tree = tree_of(*variant.split())
     model = build_model(tree, CUDA, dtype=dtype, seed=None).requires_grad_(False).eval()
     optimize_for_decoding(model, int8)
     return model

@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +49,15 @@ def words(shared, story) -> list[str]:
 def asked(words) -> list[str]:
     """A comparison of two variants with two seeds."""
     return ["attention=gqa,mqa", "seed=0,1", *words, "--dir", "out"]
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch) -> None:
+    """Run the training jobs of a comparison in forks, which start faster than new processes."""
+    monkeypatch.setattr(
+        jobs, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    )
+    monkeypatch.setattr(jobs, "sleep", lambda seconds: sleep(seconds / 20))
 
 
 @pytest.fixture
