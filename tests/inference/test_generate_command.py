@@ -50,35 +50,30 @@ def test_options_without_an_effect_are_refused(command, words):
     assert (result.code, result.out) == (2, "") and words[0].partition("=")[0] in line
 
 
-@pytest.mark.parametrize(
-    "typed, option",
-    [("--tempreature 1", "--temperature"), ("--no-cach", "--no-cache"), ("--zyzzyva", "--zyzzyva")],
-)
+@pytest.mark.parametrize("typed, option", [("--no-cach", "--no-cache"), ("--zyzzyva", "--zyzzyva")])
 def test_an_unknown_option_is_refused_with_the_nearest_option(command, typed, option):
-    result = command("generate.py", "Ann had", *typed.split())
+    result = command("generate.py", "Ann had", typed)
     (line,) = result.err.splitlines()
     assert result.code == 2 and option in line
 
 
-@pytest.mark.parametrize("path", ["runs/drawm", "runs/drawn/checkpoints"])
-def test_a_path_that_is_not_a_run_is_refused_by_name(drawn_run, path):
+@pytest.mark.parametrize("path", ["runs/drawm", "runs/drawn/checkpoints", "runs/new"])
+def test_a_path_without_a_checkpoint_is_refused_by_name(drawn_run, path):
+    Path("runs/new").mkdir()
+    Path("runs/new/config.yaml").touch()
     with pytest.raises(ValueError, match=path):
         checkpoint.find_model(path)
 
 
-def test_the_prompt_is_dimmed_on_a_terminal(generate, monkeypatch):
-    """The prompt is on standard error, on a separate line if standard output is redirected."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    result = generate("Ann had", GREEDY + "3")
-    assert "\x1b[2mAnn had\x1b[0m\n" in result.err and "Ann had" not in result.out
-
-
-def test_an_int8_cache_is_smaller(generate):
+def test_low_precision_weights_and_caches_are_used(generate):
+    outputs = []
     sizes = []
-    for dtype in ("int8", "auto"):
-        result = generate("Ann had", f"--cache-dtype {dtype} --max-new-tokens 3")
+    for words in ("--dtype fp32", "--dtype bf16", "--dtype int8 --cache-dtype int8"):
+        result = generate("Ann had", f"{words} --max-new-tokens 20")
+        outputs.append(result.succeeded().out)
         sizes.append(int(re.search(r"([\d,]+) bytes", result.err)[1].replace(",", "")))
-    assert sizes[0] < sizes[1] / 3
+    assert len(set(outputs)) == 3
+    assert sizes[2] < sizes[1] < sizes[0]
 
 
 def test_attention_maps_are_drawn(command, tokenizer):
@@ -118,8 +113,6 @@ def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run)
         for seed in (3, 4)
     )
     assert [text + "\n" for text in texts] == bodies(printed) and texts != other
-    assert generate_text(model, tokenizer, [], max_new_tokens=1) == []
-    assert generate_text(model, tokenizer, "Ann", max_new_tokens=0) == [""]
     with pytest.raises(ValueError, match="stop text"):
         generate_text(model, tokenizer, prompts, stop_texts=["a", ""])
 
@@ -137,11 +130,6 @@ def test_stream_text_yields_after_every_token(drawn_run):
         assert texts[-1] == whole
         for earlier, later in pairwise(texts):
             assert later.startswith(earlier)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_low_precision_weights_generate_text(generate, dtype):
-    assert len(generate("Ann had", f"--dtype {dtype} --max-new-tokens 20").succeeded().out) > 10
 
 
 @pytest.mark.parametrize(
@@ -170,25 +158,19 @@ def test_detokenized_text_ends_before_the_first_stop_text_or_at_eos(
     assert (sequence.tokens[1:] == tokens) == is_ended
 
 
-@pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "-", "Жили 🐈"])
-def test_any_text_can_be_a_prompt(generate, monkeypatch, prompt):
+@pytest.mark.parametrize("prompt", ["", "a=b, ${oc.env:HOME} 'x' {y}", "Жили 🐈"])
+def test_any_text_can_be_a_prompt(generate, prompt):
+    generate(prompt, GREEDY + "3").succeeded()
+
+
+def test_a_minus_reads_the_prompt_from_standard_input(generate, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Ann had")))
-    result = generate(prompt, GREEDY + "3 --").succeeded()
-    if prompt == "-":
-        assert result.out == generate("Ann had", GREEDY + "3").out
+    assert generate("-", GREEDY + "3").out == generate("Ann had", GREEDY + "3").out
 
 
 def test_generation_without_a_run_explains_how_to_train_one(command):
     result = command("generate.py", "a")
     assert result.code == 2 and "fix: python train.py" in result.err
-
-
-def test_the_error_names_a_run_without_a_checkpoint(command):
-    Path("runs/new").mkdir(parents=True)
-    Path("runs/new/config.yaml").touch()
-    result = command("generate.py", "Once", "--run", "new")
-    (line,) = result.err.splitlines()
-    assert result.code == 2 and "runs/new" in line
 
 
 def test_a_tilde_is_expanded_after_an_equals_sign(command, drawn_run, monkeypatch):
