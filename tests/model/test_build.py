@@ -17,14 +17,11 @@ SPEC = LayerSpec(dim=64, heads=4, context=64, layer=0, depth=2, norm_eps=1e-6)
 
 HOSTILE = [
     "model.layers.torch.hub.load",
-    "model.layers.F.relu",
     "model.attention.softmax.Linear",  # defined in model/, but imported there from a different file
     "model.attention.base.CrossLayer",  # a type alias
     "model.layers.GatedFeedForward.__init__",
-    "model..layers.GatedFeedForward",
     "run.instantiate.import_module",
     "os.system",
-    "",
 ]
 
 
@@ -41,14 +38,6 @@ def test_unknown_and_missing_options_are_refused():
     del tree["kv_heads"]
     with pytest.raises(ValueError, match="kv_heads"):
         instantiate(tree)(SPEC)
-
-
-def test_an_option_without_a_type_annotation_is_refused():
-    def attention(spec, *, buckets):
-        return buckets
-
-    with pytest.raises(ValueError, match="buckets"):
-        instantiation.check_arguments(attention, {"buckets": 4}, "model.attention", is_partial=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -77,16 +66,6 @@ def test_only_the_last_projections_and_the_head_start_at_zero():
     assert zeros == {"o_proj", "down_proj", "head"}
 
 
-def test_a_model_on_the_meta_device_has_the_same_shapes():
-    tree = tree_of("alibi", "model.tied=true")
-    shapes = []
-    for device in ("cpu", "meta"):
-        model = build_model(tree, device)
-        assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
-        shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
-    assert shapes[0] == shapes[1]
-
-
 def test_vectors_except_biases_stay_in_fp32_in_a_low_precision_model():
     """Rounding a sink's logit or a decay rate would change its exponential too much."""
     sizes = ("attention.bias=true", "model.depth=1")
@@ -95,17 +74,14 @@ def test_vectors_except_biases_stay_in_fp32_in_a_low_precision_model():
     assert sink["blocks.0.attention.q_proj.bias"].dtype == torch.bfloat16
     assert sink["blocks.0.attention.sink"].dtype == torch.float32
     assert sink["norm.weight"].dtype == torch.float32
-    gdn = dict(build_model(tree_of("gdn"), dtype=torch.bfloat16).named_parameters())
-    assert gdn["blocks.0.attention.decay_rate"].dtype == torch.float32
 
 
 class Buffered(SoftmaxAttention):
-    """Has buffers of two dtypes that checkpoints store."""
+    """Has a buffer that checkpoints store."""
 
     def __init__(self, spec: LayerSpec, **knobs):
         super().__init__(spec, **knobs)
         self.register_buffer("gain", torch.linspace(0.5, 2.0, spec.heads))
-        self.register_buffer("is_even", torch.arange(spec.heads) % 2 == 0)
 
 
 def test_buffers_are_restored_on_loading_and_resuming(run_of, monkeypatch):
@@ -122,14 +98,13 @@ def test_buffers_are_restored_on_loading_and_resuming(run_of, monkeypatch):
     attention = run.trainer.model.blocks[1].attention
     close(attention.gain, torch.linspace(0.5, 2.0, 4))
 
-    # Change the buffers as training would change counts or running means.
+    # Change the buffer as training would change a running mean.
     take_step(run)
     attention.gain.mul_(1.001)  # not representable in bf16
-    attention.is_even.logical_not_()
     run.checkpointer.save(run.progress)
     newest = checkpoint.newest_checkpoint(run.env.run_dir)
     with poisoned_memory():
-        loaded = load_model(newest, "cpu", torch.bfloat16)  # buffers keep their dtypes
+        loaded = load_model(newest, "cpu", torch.bfloat16)  # buffers stay in fp32
         resumed = run_of(*overrides, "resume=true", folder="run").trainer.model
     expected = dict(run.trainer.model.named_buffers())
     for model in (loaded, resumed):

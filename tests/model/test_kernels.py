@@ -54,7 +54,7 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
     close(grads, torch.autograd.grad(expected.pow(3).sum(), inputs, retain_graph=True))
 
 
-@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("kv_heads", [3, 1])
 @pytest.mark.parametrize("window", [None, 3])
 def test_eager_attention_matches_torch(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
@@ -117,21 +117,6 @@ def test_decoding_on_a_cpu_uses_the_kernel_in_cpp(loaded, dtype, has_amx, monkey
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("rows", "key_heads", "slots", "expected"),
-    [(8, 1, 256, fused), (1, 1, 2048, fused), (6, 1, 256, decode), (8, 2, 2048, decode)],
-)
-def test_a_shared_key_head_with_many_keys_uses_the_fused_kernel_with_avx512(
-    loaded, rows, key_heads, slots, expected, monkeypatch
-):
-    case = decode_case((rows, 4, key_heads, slots, 120, 120), torch.float32, 1)
-    monkeypatch.setattr(decode, "HAS_AVX512", True)
-    assert choose(case) is expected
-    monkeypatch.setattr(decode, "HAS_AVX512", False)
-    assert choose(case) is decode
-
-
-@torch.no_grad()
 def test_the_kernel_in_cpp_gives_the_same_bits_with_any_number_of_threads(loaded):
     case = decode_case((2, 4, 2, 700, 16, 16), torch.float32, 1)
     num_threads = torch.get_num_threads()
@@ -165,43 +150,14 @@ def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
     assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
 
 
-@pytest.mark.parametrize(
-    ("length", "is_compiling", "num_blocks"), [(9, True, 1), (2048, True, 8), (2048, False, 16)]
-)
-def test_compiled_code_has_at_most_eight_query_blocks(length, is_compiling, num_blocks):
-    """Eager code uses small blocks, which need less memory."""
-    q, k, v = (random(1, 1, length, 2).requires_grad_() for _ in range(3))
+def test_compiled_code_has_at_most_eight_query_blocks():
+    """More blocks would take longer to compile."""
+    q, k, v = (random(1, 1, 2048, 2).requires_grad_() for _ in range(3))
     with Operations() as operations:
-        y = blocks.run(Case(q, k, v, None, ScoreOptions(SCALE), is_compiled=is_compiling))
-    assert operations.names.count("aten::exp") == num_blocks
+        y = blocks.run(Case(q, k, v, None, ScoreOptions(SCALE), is_compiled=True))
+    assert operations.names.count("aten::exp") == 8
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
     assert_same_with_gradients(y, expected, (q, k, v))
-
-
-@pytest.mark.parametrize(
-    ("length", "dtype", "expected"),
-    [
-        (blocks.MAX_COMPILED_TOKENS, torch.bfloat16, blocks),
-        (blocks.MAX_COMPILED_TOKENS + 1, torch.bfloat16, fused),
-        (256, torch.float32, fused),
-    ],
-)
-def test_compiled_cpu_training_uses_query_blocks_for_short_sequences_in_bf16(
-    length, dtype, expected
-):
-    q = torch.zeros(1, 1, length, 2, dtype=dtype)
-    assert choose(Case(q, q, q, None, ScoreOptions(SCALE), is_compiled=True)) is expected
-
-
-def test_a_compiled_single_token_step_on_a_gpu_calls_no_matrix_product(monkeypatch):
-    """The device is meta, so the choice is that for a GPU."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    q = torch.ones(2, 1, 4, 8, device="meta")
-    k = torch.ones(2, 9, 2, 8, device="meta")
-    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool, device="meta")
-    with Operations() as operations:
-        AttentionKernel()(q, k, k, Visibility(mask, None, None))
-    assert not {name for name in operations.names if "bmm" in name or "attention" in name}
 
 
 def test_the_fused_kernel_reads_each_key_head_once_in_a_decode_step(monkeypatch):
@@ -234,21 +190,15 @@ def flex_inputs(has_sink: bool) -> tuple:
 
 
 @flex_test
-@pytest.mark.parametrize("has_sink", [False, True])
-def test_flex_attention_matches_eager_attention(has_sink):
-    """Compares only outputs, because FlexAttention has no backward without a GPU."""
-    q, k, v, sink = flex_inputs(has_sink)
-    case = Case(q, k, v, None, ScoreOptions(0.25, softcap=2.0, sink=sink))
-    close(flex.run(case), eager_attention(case), rtol=0, atol=1e-5)
-
-
-@flex_test
 @pytest.mark.parametrize(
     ("window", "chunk", "has_documents", "has_sink"),
     [(3, None, False, True), (None, 4, False, False), (3, 4, True, False)],
 )
 def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_documents, has_sink):
-    """The mask is wrong on purpose: it must not be read. With a sink, the length is padded."""
+    """The mask is wrong on purpose: it must not be read. With a sink, the length is padded.
+
+    Compares only outputs, because FlexAttention has no backward without a GPU.
+    """
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0, 1, 2, 3]])
     if not has_documents:
@@ -266,7 +216,7 @@ def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_docu
     visible = ctx.visible(window, chunk)
     assert (visible.mask == mask).all()
     q, k, v, sink = flex_inputs(has_sink)
-    options = ScoreOptions(0.25, sink=sink)
+    options = ScoreOptions(0.25, softcap=2.0, sink=sink)
     wrong_mask = torch.zeros_like(visible.mask)
     y = flex.run(Case(q, k, v, wrong_mask, options, visible.rule))
     close(y, eager_attention(Case(q, k, v, mask, options)), rtol=0, atol=1e-5)

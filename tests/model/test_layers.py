@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.context import ForwardContext, cos_and_sin
-from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope, project
+from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope
 from tests.conftest import close, redraw
 
 
@@ -58,14 +58,6 @@ def test_feed_forward_layers_match_their_formulas(activation):
     gate = activate(x @ ffn.gate_proj.weight.T)
     up = x @ ffn.up_proj.weight.T
     close(ffn(x), (gate * up) @ ffn.down_proj.weight.T)
-
-
-def test_a_projection_is_applied_only_when_its_outputs_are_needed():
-    """Otherwise, the outputs may leave the processor's cache before they are used."""
-    applied = []
-    outputs = project(random(2, 4), applied.append, applied.append)
-    next(outputs)
-    assert len(applied) == 1
 
 
 def rotated(x: Tensor, base: float) -> Tensor:

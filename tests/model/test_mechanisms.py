@@ -134,7 +134,6 @@ def test_shared_keys_and_values_come_from_the_previous_layer():
         ("shared_kv", "kv_heads=1"),
         ("shared_kv", "window=8"),
         ("shared_kv", "rope_base=100.0"),
-        ("shared_kv", "rope_fraction=0.5"),
     ],
 )
 def test_layers_that_share_keys_or_values_must_have_equal_options(variant, change):
@@ -179,7 +178,6 @@ def test_values_are_mixed_with_the_first_layers_values(share):
 @pytest.mark.parametrize(
     ("variant", "numbers"),
     [
-        ("mha", 2 * 64),
         ("gqa", 2 * 2 * 16),  # keys and values of two heads
         ("mla", 2 * 16 + 8),  # latent and rotary key
     ],
@@ -199,15 +197,6 @@ def test_a_window_cache_does_not_grow_with_the_prompt():
         close(torch.cat(logits, dim=1), model(tokens))
     # Two layers keep five keys and values of two heads, each of 16 numbers.
     assert cache.nbytes == 2 * 5 * 2 * 2 * 16 * 8
-
-
-def test_the_cache_of_a_recurrent_layer_has_a_constant_size():
-    recurrent, *_ = layers_of("gdn")
-    for capacity in (1, 4096):
-        cache = recurrent.new_cache(1, capacity, torch.bfloat16, "cpu")
-        state = 4 * 16 * 16 * 4  # in fp32
-        conv_state = 3 * 64 * (4 - 1) * 2  # the inputs of the newest 3 tokens
-        assert sum(buffer.nbytes for buffer in cache.buffers) == state + conv_state
 
 
 @pytest.mark.parametrize("heads", [4, 6, 20])
