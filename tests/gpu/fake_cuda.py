@@ -5,7 +5,6 @@ synchronizations with the host and fp32 products. RuntimeError is raised by oper
 devices or whose result shape depends on values, such as nonzero().
 """
 
-import fcntl
 import hashlib
 import importlib
 import os
@@ -21,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,8 +47,8 @@ class FakeGPU(TorchDispatchMode):
     """Observes operations on the device and computes operations on the CPU.
 
     `waits` counts operations that synchronize with the host, and `fp32_products` counts matrix
-    products in fp32, both by the calling function of this repository. The backward of a product
-    is attributed to the function that computed its forward.
+    products in fp32, both by the calling function of this repository. The products that autograd
+    derives are not counted, because they have the dtypes of the forward.
 
     The host reads every boolean on the device as True, every float as 1 and every integer as 0.
     """
@@ -61,7 +59,6 @@ class FakeGPU(TorchDispatchMode):
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.fp32_products: Counter[str] = Counter()
-        self.product_functions: dict[int, str] = {}  # by the sequence number of the autograd node
         self.pinned: dict[int, Tensor] = {}  # by memory address
 
     @classmethod
@@ -113,7 +110,9 @@ class FakeGPU(TorchDispatchMode):
                     self.upload(index, {})
 
         if name.startswith(PRODUCTS) and any(x.dtype == torch.float32 for x in tensors):
-            self.record_fp32_product()
+            function = calling_function()
+            if function is not None:
+                self.fp32_products[function] += 1
         return func(*args, **kwargs)
 
     def compute_on_cpu(self, func, args, kwargs):
@@ -149,16 +148,6 @@ class FakeGPU(TorchDispatchMode):
     def wait(self) -> None:
         """Count a synchronization with the host."""
         self.waits[calling_function()] += 1
-
-    def record_fp32_product(self) -> None:
-        # Autograd numbers its nodes and creates the node of a product just before computing it.
-        node = torch._C._current_autograd_node()
-        function = calling_function()
-        if node is None:
-            self.product_functions[_get_sequence_nr() - 1] = function
-        elif function is None:
-            function = self.product_functions.get(node._sequence_nr(), node.name())
-        self.fp32_products[function] += 1
 
 
 def tensors_in(values: Iterable) -> list[Tensor]:
@@ -293,17 +282,14 @@ def load_guard() -> None:
     key = hashlib.sha256(identity).hexdigest()[:16]
     library = ROOT / ".cache" / f"noop-cuda-guard-{key}.so"
     library.parent.mkdir(exist_ok=True)
-    # Several processes may try to compile it at the same time.
-    with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            compile_guard(compiler, library)
+    if not library.exists():
+        compile_guard(compiler, library)
     torch.ops.load_library(library)
 
 
 def compile_guard(compiler: str, library: Path) -> None:
     folder = Path(torch.__file__).parent
-    temporary = library.with_suffix(f".{os.getpid()}")
+    temporary = library.with_suffix(f".{os.getpid()}")  # several processes may compile
     command = [
         compiler,
         *FLAGS,

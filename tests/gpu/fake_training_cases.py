@@ -146,8 +146,6 @@ def test_grouped_heads_are_expanded_without_flash_attention(
     [
         (9, 256, 0.1, True),
         (9, 264, 0.0, False),
-        (8, 192, 0.1, True),
-        (8, 200, 0.0, False),
         (8, 256, 0.0, True),
         (8, 256, 0.1, False),
         (7, 64, 0.0, False),
@@ -176,7 +174,6 @@ def test_training_and_its_optimizer_use_the_fastest_dtype_of_the_gpu(gpu, dtype)
         (9, "sink", 1),
         (9, "fox", 0),
         (9, "fox document_mask=true", 1),
-        (9, "mla document_mask=true", 1),
         (9, "alibi document_mask=true", 1),
         (8, "fox document_mask=true model.heads=2 model.dim=240", 1),
         (8, "fox document_mask=true model.heads=2 model.dim=256", 0),  # gates add 8 columns
@@ -216,8 +213,6 @@ def test_flex_attention_reads_positions_and_no_tensor_with_a_gradient(
         (9, 136, torch.float32, False),
         (8, 128, torch.bfloat16, True),
         (8, 192, torch.bfloat16, False),
-        (8, 64, torch.float32, True),
-        (8, 128, torch.float32, False),
         (7, 64, torch.float16, False),
     ],
     indirect=["gpu"],
@@ -225,6 +220,3 @@ def test_flex_attention_reads_positions_and_no_tensor_with_a_gradient(
 def test_flex_attention_is_avoided_if_it_exceeds_shared_memory(gpu, width, dtype, fits):
     """At a head width of 192 in bf16, its backward takes 114,688 bytes (pytorch/pytorch#198224)."""
     assert flex.fits_gpu([width, width], dtype, CUDA) is fits
-
-
-# Fault injection: the checks above must fail if one line of code is replaced.
