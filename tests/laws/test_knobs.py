@@ -16,17 +16,16 @@ SCALINGS = (
 
 
 def softmax(draw: random.Random, heads: int) -> dict:
-    kinds = ("softmax.SoftmaxAttention", "differential.DifferentialAttention")
-    kind = draw.choice((*kinds, kinds[0], "cross_layer.ValueResidualAttention"))
-    rotates, kv_heads = draw.random() < 0.8, [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
-    window, chunk = draw.choice(
-        ((None, None), (draw.randint(1, 14), None), (None, draw.randint(1, 14)))
-    )
+    kind = draw.choice(("softmax.SoftmaxAttention", "differential.DifferentialAttention"))
+    kv_heads = [n for n in (1, 2, 3, 4, 6) if heads % n == 0]
+    if "differential" in kind:
+        kv_heads = [n for n in kv_heads if n % 2 == 0]
+    rotates = draw.random() < 0.8
+    reach = draw.randint(1, 14)
+    window, chunk = draw.choice(((None, None), (reach, None), (None, reach)))
     return {
         "_target_": f"model.attention.{kind}",
-        "kv_heads": draw.choice(
-            [n for n in kv_heads if n % 2 == 0] if kind == kinds[1] else kv_heads
-        ),
+        "kv_heads": draw.choice(kv_heads),
         "rope_base": draw.choice((100.0, 10000.0)) if rotates else None,
         "rope_fraction": draw.choice((1.0, 0.5)),
         "rope_scaling": draw.choice((None, *SCALINGS)) if rotates else None,
@@ -39,6 +38,11 @@ def softmax(draw: random.Random, heads: int) -> dict:
         "dropout": draw.choice((0.0, 0.5)),
         "bias": draw.random() < 0.3,
     }
+
+
+def value_residual(draw: random.Random, heads: int) -> dict:
+    knobs = softmax(draw, heads)
+    return knobs | {"_target_": "model.attention.cross_layer.ValueResidualAttention"}
 
 
 def latent(draw: random.Random, heads: int) -> dict:
@@ -54,7 +58,8 @@ def latent(draw: random.Random, heads: int) -> dict:
 
 
 def recurrent(draw: random.Random, heads: int) -> dict:
-    sizes = {
+    return {
+        "_target_": "model.attention.recurrent.GatedRecurrence",
         "head_dim": draw.choice((4, 16)),
         "kernel": draw.choice((1, 2, 4, 7)),
         "chunk": draw.choice((1, 3, 5, 64)),
@@ -63,35 +68,35 @@ def recurrent(draw: random.Random, heads: int) -> dict:
         "gate": draw.choice(("silu", "sigmoid")),
         "low_rank": draw.random() < 0.5,
     }
-    return {"_target_": "model.attention.recurrent.GatedRecurrence"} | sizes
 
 
 def drawn(seed: int) -> dict:
-    """A model config of two layers, whose attention variants differ half of the time."""
+    """A model config of two layers, whose attention variants often differ."""
     draw = random.Random(seed)
     heads = draw.choice((4, 6))
-    kinds = [
-        {"_partial_": True}
-        | draw.choice((softmax, softmax, softmax, latent, recurrent))(draw, heads)
-        for _ in "ab"
-    ]
-    mixed = {"_target_": "model.attention.hybrid.hybrid", "_partial_": True, "pattern": ["a", "b"]}
-    kinds.sort(
-        key=lambda kind: "cross_layer" not in kind["_target_"]
-    )  # a layer that reads an earlier layer of its kind cannot be mixed with other kinds
-    attention = (
-        kinds[0]
-        if "cross_layer" in kinds[0]["_target_"] or draw.random() < 0.5
-        else mixed | {"kinds": dict(zip("ab", kinds, strict=True))}
-    )
+    if draw.random() < 0.2:
+        # This variant reads an earlier layer of its kind, so it cannot be mixed with others.
+        attention = value_residual(draw, heads)
+    else:
+        kinds = {}
+        for kind in "ab":
+            knobs = draw.choice((softmax, softmax, softmax, latent, recurrent))(draw, heads)
+            kinds[kind] = knobs | {"_partial_": True}
+        pattern = draw.choice((["a", "b"], ["a", "a"]))
+        attention = {
+            "_target_": "model.attention.hybrid.hybrid",
+            "pattern": pattern,
+            "kinds": {kind: kinds[kind] for kind in pattern},
+        }
     shape = {
         "vocab_size": 128,
         "depth": 2,
         "heads": heads,
         "dim": 16 * heads,
         "tied": draw.random() < 0.3,
+        "attention": attention | {"_partial_": True},
     }
-    return settings_of("model=tiny", "context=64").model | shape | {"attention": attention}
+    return settings_of("model=tiny", "context=64").model | shape
 
 
 MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 240)]
