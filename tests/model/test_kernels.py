@@ -13,7 +13,7 @@ from model.attention.kernels import blocks, decode, flex, fused
 from model.attention.kernels.choose import KERNELS, AttentionKernel, choose
 from model.attention.kernels.definition import Case, ScoreOptions, TokenBias, eager_attention
 from model.attention.kernels.token_bias import SplitInThree, append_token_bias
-from model.context import ForwardContext, Visibility
+from model.context import ForwardContext
 from run.compilation import cpp_compiler
 from tests.conftest import ROOT, close
 from tests.model.test_layers import random
@@ -75,7 +75,7 @@ DECODE_CASES = [
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, F64: 1e-12}
 
 
-def decode_case(shape: tuple, dtype: torch.dtype, mask_heads: int, scale: float = 0.3) -> Case:
+def decode_case(shape: tuple, dtype: torch.dtype, mask_heads: int) -> Case:
     """One query per row; keys and values are views of a larger cache, with tokens before heads."""
     rows, heads, key_heads, slots, width, value_width = shape
     q = random(rows, heads, 1, width).to(dtype)
@@ -84,7 +84,7 @@ def decode_case(shape: tuple, dtype: torch.dtype, mask_heads: int, scale: float 
     mask = random(rows, mask_heads, 1, slots) > 0
     mask[..., : slots // 2] = False  # whole chunks of slots without a visible key
     mask[..., -1] = True
-    return Case(q, k, v, mask, ScoreOptions(scale))
+    return Case(q, k, v, mask, ScoreOptions(0.3))
 
 
 @torch.no_grad()
@@ -222,17 +222,6 @@ def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_docu
     close(y, eager_attention(Case(q, k, v, mask, options)), rtol=0, atol=1e-5)
 
 
-def biased_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, table: Tensor) -> Tensor:
-    """torch's attention with a score bias for each head and distance."""
-    distances = visible.query_positions[..., None] - visible.key_positions[:, None]
-    is_visible = distances >= 0  # (B, T, S)
-    if visible.mask is not None:
-        is_visible = is_visible & visible.mask[:, 0]
-    scores = table[:, distances.clamp(min=0)].transpose(0, 1)
-    scores = scores.masked_fill(~is_visible[:, None], -torch.inf).expand(2, -1, -1, -1)
-    return scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)
-
-
 @flex_test
 @pytest.mark.parametrize("is_ring", [False, True])
 def test_every_kernel_adds_a_score_bias(is_ring, monkeypatch):
@@ -246,7 +235,13 @@ def test_every_kernel_adds_a_score_bias(is_ring, monkeypatch):
     k = random(2, 2, 9, 16)
     v = random(2, 2, 9, 16) + 1
     table = random(4, 20).requires_grad_()
-    expected = biased_attention(q, k, v, visible, table)
+    distances = visible.query_positions[..., None] - visible.key_positions[:, None]
+    is_visible = distances >= 0  # (B, T, S)
+    if visible.mask is not None:
+        is_visible = is_visible & visible.mask[:, 0]
+    scores = table[:, distances.clamp(min=0)].transpose(0, 1)
+    scores = scores.masked_fill(~is_visible[:, None], -torch.inf).expand(2, -1, -1, -1)
+    expected = scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)
 
     def score_bias(row, head, query, key):
         return table[head, distance(visible, row, query, key).clamp(min=0)]
