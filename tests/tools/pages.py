@@ -1,6 +1,7 @@
 """Create run records for a report, and read the report's tables."""
 
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -28,16 +29,12 @@ def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int 
     return run
 
 
-def searched(variant: str, losses: dict[float, float]) -> list[Run]:
-    """The runs of a learning rate search with losses by factor; inf means diverged."""
-    runs = []
-    for factor, loss in losses.items():
-        run = text_run(variant, 1000, loss)
-        run.factor = factor
-        if loss == float("inf"):
-            run.lines = []
-        runs.append(run)
-    return runs
+def searched(run: Run, losses: dict[float, float]) -> list[Run]:
+    """The runs of a learning rate search for the variant of a run, with losses by factor."""
+    return [
+        replace(run, factor=factor, lines=[run.last | {"val_loss": loss}])
+        for factor, loss in losses.items()
+    ]
 
 
 def recall_run(variant: str, seed: int, accuracy: float) -> Run:

@@ -4,7 +4,6 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import replace
-from html import unescape
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def write(tmp_path):
 
 
 def test_each_variant_has_a_row_with_every_measure(write):
-    page, _ = write(RUNS)
+    page, summary = write(RUNS, failed="exit 4: training diverged")
     rows, recall = table(page, 0), table(page, 1)
     # The best variant comes first.
     assert list(rows) == list(recall) == ["mqa", "gqa", "retention"]
@@ -67,27 +66,21 @@ def test_each_variant_has_a_row_with_every_measure(write):
     # Guessing among 4 or 8 distinct values: the mean of 1/4 and 1/8.
     assert "18.8 %" in page or "18.7 %" in page
 
-
-def test_the_page_has_the_answers_and_needs_no_other_file(write):
-    page, summary = write(RUNS, failed="exit 4: training diverged")
-    for answer in re.findall('<p class="answer">(.*?)</p>', page):
-        assert unescape(answer) in summary
-    for text in ("exit 4: training diverged", "abc123", "compare --margin 0.02"):
-        assert text in page
-    assert "exit 4: training diverged" in summary
+    for text in (page, summary):
+        assert "exit 4: training diverged" in text
+    # The page needs no other file, and its figures have different ids.
     assert "http" not in re.sub(r'xmlns(:\w+)?="\S+"', "", page) and "<script" not in page
-    # The figures have different ids.
     ids = re.findall(r'clipPath id="(.*?)"', page)
     assert page.count("<svg") == 2 and len(set(ids)) == len(ids) > 0
 
 
 def test_a_variant_that_may_not_be_at_its_best_gets_no_verdict(write):
     texts = RUNS[:9]
-    page, _ = write([*texts, *searched("mqa", INSIDE), *searched("retention", EDGE)])
+    page, _ = write([*texts, *searched(RUNS[3], INSIDE), *searched(RUNS[6], EDGE)])
     rows = table(page, 0)
     assert rows["mqa"]["verdict"] == "better" and rows["mqa"]["best rate"] == "x 1.00"
     assert rows["retention"]["verdict"] == AT_EDGE
-    page, _ = write([*texts, *searched("gqa", EDGE)])
+    page, _ = write([*texts, *searched(RUNS[0], EDGE)])
     assert [row["verdict"] for row in table(page, 0).values()] == [AT_EDGE, "baseline", AT_EDGE]
 
 
@@ -107,21 +100,21 @@ def test_a_baseline_without_a_finished_run_is_not_replaced(write):
     assert table(page, 0)["mqa"]["verdict"] == "baseline"
 
 
-@pytest.mark.parametrize("key", ["text", "context", "evaluated tokens", "metric", "text of a size"])
-def test_runs_that_share_too_little_are_not_compared(write, key):
+@pytest.mark.parametrize(
+    ("key", "settings", "metrics"),
+    [
+        ("text", {"text": "def"}, {}),
+        ("text", {"text": "def", "model": RUNS[0].settings["model"] | {"dim": 32}}, {}),
+        ("context", {"context": 32}, {}),
+        ("evaluated tokens", {}, {"eval_tokens": 400}),
+        ("metric", {}, {"val_bpb": None}),  # without a byte count, the loss is in nats per token
+    ],
+)
+def test_runs_that_share_too_little_are_not_compared(write, key, settings, metrics):
     runs = [text_run(name, seed, 1.0 + seed) for name in ("gqa", "mqa") for seed in range(2)]
-    last = runs[-1]
-    if key == "metric":  # without a byte count, the loss is in nats per token
-        last.lines[-1]["val_bpb"] = None
-    elif key == "evaluated tokens":
-        last.lines[-1]["eval_tokens"] = 400
-    elif key == "context":
-        last.settings["context"] = 32
-    else:
-        last.settings["text"] = "def"
-    if key == "text of a size":
-        last.settings["model"] = last.settings["model"] | {"dim": 32}
-    with pytest.raises(ValueError, match=f"differ in {key.removesuffix(' of a size')} .*mqa-1"):
+    runs[-1].settings |= settings
+    runs[-1].lines[-1] |= metrics
+    with pytest.raises(ValueError, match=f"differ in {key} .*mqa-1"):
         write(runs)
 
 
@@ -138,63 +131,54 @@ def tuned(runs: list[Run]) -> list[Run]:
     firsts = {run.name: run for run in runs}
     searches = []
     for run in firsts.values():
-        for factor, loss in INSIDE.items():
-            searches.append(replace(run, factor=factor, lines=[run.last | {"val_loss": loss}]))
+        searches += searched(run, INSIDE)
     return runs + searches
 
 
-def trained_enough(losses: dict[str, float]) -> list[Run]:
-    """Runs with these losses and over ten tokens per parameter; losses of seeds differ by 0.001."""
-    runs = []
-    for name, loss in losses.items():
-        for seed in SEEDS:
-            runs.append(text_run(name, seed, loss + 0.001 * seed, tokens=30_000_000))
-    return runs
+def long_runs(losses: dict[str, float], tokens: int = 30_000_000, num_seeds: int = 3) -> list[Run]:
+    """Runs with these losses and these many tokens; the losses of seeds differ by 0.001."""
+    return [
+        text_run(name, seed, loss + 0.001 * seed, tokens=tokens)
+        for name, loss in losses.items()
+        for seed in range(num_seeds)
+    ]
 
 
 def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     losses = {"gqa": 1.0, "mqa": 0.98, "mha": 0.99, "retention": 1.2}
     # In Dunnett's table, the critical value for three variants and 8 degrees of freedom is 2.88.
     half = 2.88 * 0.001 * (2 / 3) ** 0.5
-    figures = ["0.020 ", f"{0.02 - half:.3f} to ", "50% of the cache"]
-    _, certain = write(tuned(trained_enough(losses)))
-    _, hint = write(trained_enough(losses))
+    _, certain = write(tuned(long_runs(losses)))
+    _, hint = write(long_runs(losses))
     assert certain.startswith("Take mqa (also better: mha).")
     assert hint.startswith("Only a hint") and "--tune" in hint and "--tune" not in certain
-    for figure in figures:
+    for figure in ("0.020 ", f"{0.02 - half:.3f} to ", "50% of the cache"):
         assert figure in certain and figure in hint
     # If no variant is better, none is named.
-    _, none = write(tuned(trained_enough({"gqa": 1.0, "mqa": 1.002})))
+    _, none = write(tuned(long_runs({"gqa": 1.0, "mqa": 1.002})))
     assert none.startswith("No variant is better than gqa")
-
-
-def test_a_small_gain_is_not_rounded_to_zero(write):
-    _, small = write(tuned(trained_enough({"gqa": 1.0, "mqa": 1.0 - 0.0024})))
+    # A small gain is not rounded to zero.
+    _, small = write(tuned(long_runs({"gqa": 1.0, "mqa": 1.0 - 0.0024})))
     half = 2.776 * 0.001 * (2 / 3) ** 0.5  # 97.5 % point of Student's t with 4 degrees of freedom
     assert "0.0024 " in small and f"{0.0024 - half:.4f} to " in small
 
 
-@pytest.mark.parametrize(
-    "ratio, num_seeds, remedy", [(10.1, 3, None), (9.9, 3, "steps={}"), (10.1, 2, "seed=0,1,2")]
-)
-def test_too_few_seeds_or_tokens_give_no_answer_but_a_remedy(write, ratio, num_seeds, remedy):
+def test_too_few_seeds_or_tokens_give_no_answer_but_a_remedy(write):
+    losses = {"gqa": 1.0, "mqa": 1.0}
     parameters = RUNS[0].model.num_parameters()
-    tokens = round(ratio * parameters)
-    runs = []
-    for name in ("name=gqa", "name=same"):
-        for seed in range(num_seeds):
-            runs.append(text_run("gqa", seed, 1.0 + 0.01 * seed, name, tokens=tokens))
-    _, summary = write(tuned(runs))
-    assert summary.startswith("Too little data") == (remedy is not None)
-    if remedy is not None:  # a step has 512 tokens
-        assert remedy.format(math.ceil(10 * parameters / 512)) in summary
-
-
-def test_a_variant_with_fewer_tokens_gives_no_answer(write):
-    sizes = {"gqa": 30_000_000, "mqa": 20_000_000}
-    runs = [text_run(name, seed, 1.0, tokens=sizes[name]) for name in sizes for seed in SEEDS]
-    _, summary = write(tuned(runs))
-    assert summary.startswith("Too little data") and "20,000,000" in summary.splitlines()[0]
+    enough = round(10.1 * parameters)
+    few = round(9.9 * parameters)
+    steps = math.ceil(10 * parameters / 512)  # a step has 512 tokens
+    uneven = long_runs({"gqa": 1.0}) + long_runs({"mqa": 1.0}, tokens=20_000_000)
+    for runs, remedy in (
+        (long_runs(losses, few), f"steps={steps}"),
+        (long_runs(losses, enough, num_seeds=2), "seed=0,1,2"),
+        (uneven, "same number of tokens"),
+    ):
+        _, summary = write(tuned(runs))
+        assert summary.startswith("Too little data") and remedy in summary
+    _, summary = write(tuned(long_runs(losses, enough)))
+    assert not summary.startswith("Too little data")
 
 
 def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
@@ -217,17 +201,11 @@ def recalled(solved: dict[str, int], num_seeds: int) -> list[Run]:
         # If no variant can be better, no seeds are missing.
         ({"gqa": 3, "mha": 3}, 3, "Keep gqa"),
         ({"gqa": 3, "mqa": 4}, 5, "No variant is better"),
-        ({"gqa": 0, "mqa": 0}, 3, "No variant solves"),
     ],
 )
 def test_the_answer_for_a_task_counts_seeds(write, solved, num_seeds, answer):
     _, summary = write(tuned(recalled(solved, num_seeds)))
     assert summary.startswith(answer)
-
-
-def test_a_variant_that_solves_a_task_less_often_is_worse(write):
-    page, _ = write(tuned(recalled({"gqa": 4, "mqa": 0}, 4)))
-    assert table(page, 0)["mqa"]["verdict"] == "worse"
 
 
 def test_speeds_are_shown_only_if_they_can_be_compared(write):
@@ -267,10 +245,9 @@ def test_each_size_has_a_baseline_and_all_sizes_have_a_trend(write, tmp_path, st
 
 def test_sizes_with_different_baselines_have_no_trend(write, tmp_path):
     runs = []
-    for dim, names in ((64, ("gqa", "kda", "mha")), (96, ("kda", "gqa", "mha"))):
+    for dim, names in ((64, ("gqa", "kda")), (96, ("kda", "gqa"))):
         for name in names:
-            for seed in SEEDS:
-                runs.append(text_run(name, seed, 1 + 0.01 * seed, f"model.dim={dim}"))
+            runs += [text_run(name, seed, 1 + 0.01 * seed, f"model.dim={dim}") for seed in SEEDS]
     write(runs)
     assert not (tmp_path / "text-ladder.svg").exists()
 
@@ -281,7 +258,6 @@ def test_sizes_with_different_baselines_have_no_trend(write, tmp_path):
         (0.02, -0.05, 0.01, "lead grows"),
         (-0.05, -0.01, 0.01, "lead shrinks"),
         (0.01, 0.05, 0.01, "deficit grows"),
-        (0.05, 0.01, 0.01, "deficit shrinks"),
         (-0.01, -0.05, 0.021, "cannot tell"),
         (-0.01, -0.05, math.nan, "cannot tell"),  # one seed
     ],

@@ -14,7 +14,6 @@ from tools.compare.statistics import (
     text_of,
 )
 
-NAN = math.nan
 SPREAD = [1.0, 1.1, 1.2]
 
 
@@ -33,17 +32,14 @@ def test_intervals_for_many_variants_match_scipy():
         assert interval(verdict) == pytest.approx(tuple(expected), abs=0.003 * np.ptp(expected))
 
 
-@pytest.mark.parametrize("level", [0.05, 0.01])
-@pytest.mark.parametrize("sizes", [(2, 3), (8, 8), (5, 2)])
-def test_the_interval_for_one_variant_matches_a_t_test(sizes, level):
+@pytest.mark.parametrize("sizes", [(2, 3), (8, 8)])
+def test_the_interval_for_one_variant_matches_a_t_test(sizes):
     draw = np.random.default_rng(sum(sizes))
-    for scale in (1e-3, 1.0):
-        baseline, other = (draw.normal(1, scale, size) for size in sizes)
-        assert not spreads_differ(baseline, {"x": other})
-        verdict = judge(baseline, {"x": other}, 0.01, level)["x"]
-        test = stats.ttest_ind(other, baseline)
-        expected = test.confidence_interval(1 - level)
-        assert interval(verdict) == pytest.approx(tuple(expected))
+    baseline, other = (draw.normal(1, 1e-3, size) for size in sizes)
+    assert not spreads_differ(baseline, {"x": other})
+    verdict = judge(baseline, {"x": other}, 0.01)["x"]
+    expected = stats.ttest_ind(other, baseline).confidence_interval(0.95)
+    assert interval(verdict) == pytest.approx(tuple(expected))
 
 
 def test_unequal_variances_use_welch_intervals():
@@ -65,13 +61,10 @@ def test_unequal_variances_use_welch_intervals():
     "low, high, text",
     [
         (-2.0, -1e-9, "better"),
-        (-2.0, 0.0, "as good"),
         (-2.0, 0.5, "as good"),
         (0.1, 0.5, "as good"),
         (0.1, 0.51, "worse"),
         (0.0, 0.51, "cannot tell"),
-        (-1.0, 0.51, "cannot tell"),
-        (NAN, NAN, "cannot tell"),
     ],
 )
 def test_verdicts_compare_the_interval_with_zero_and_the_margin(low, high, text):
@@ -83,10 +76,7 @@ def test_verdicts_compare_the_interval_with_zero_and_the_margin(low, high, text)
     [
         ([1.0], SPREAD, "one seed"),
         (SPREAD, [2.0], "one seed"),
-        (SPREAD, [0.5] * 3, "no spread"),
         ([1.0] * 3, [0.5] * 3, "no spread"),
-        ([1.0] * 3, [1.0] * 3, "no spread"),
-        (SPREAD, [0.5, 0.6, NAN], "no spread"),
         (SPREAD, [0.5, 0.6, math.inf], "no spread"),
     ],
 )
@@ -98,10 +88,6 @@ def test_a_comparison_without_a_spread_gets_no_verdict(baseline, other, reason):
     assert verdicts["x"].text == f"cannot tell: {reason}"
     assert all(map(math.isnan, interval(verdicts["x"])))
     assert verdicts["rest"] == judge(baseline, {"rest": variants["rest"]}, 0.01)["rest"]
-
-
-def test_judging_no_variants_gives_no_verdicts():
-    assert judge(SPREAD, {}, 0.01) == {}
 
 
 @pytest.mark.parametrize("scales", [(1, 1), (1, 10, 10)])
@@ -116,26 +102,11 @@ def test_a_detectable_difference_is_found_in_four_of_five_cases(scales):
     assert 140 <= num_found <= 180
 
 
-@pytest.mark.parametrize(
-    "counts, num_variants, is_more",
-    [
-        # All of n seeds against none: p = 2 / C(2n, n), computed manually.
-        ((3, 3, 0, 3), 1, False),  # 2 / 20
-        ((4, 4, 0, 4), 1, True),  # 2 / 70
-        ((4, 4, 0, 4), 2, False),  # 4 / 70
-        ((5, 5, 0, 5), 6, True),  # 12 / 252
-        ((5, 5, 0, 5), 7, False),  # 14 / 252
-        ((0, 4, 4, 4), 1, False),  # the variant solves it less often
-        ((4, 4, 4, 4), 1, False),
-    ],
-)
-def test_a_difference_in_seeds_that_solve_a_task_must_be_significant(counts, num_variants, is_more):
-    assert solves_more_often(*counts, num_variants) == is_more
-
-
-def test_the_number_of_seeds_needed_grows_with_the_number_of_variants():
-    assert [seeds_to_decide(number) for number in (1, 2, 6, 7, 29)] == [4, 5, 5, 6, 7]
-    for number in range(1, 30):
-        seeds = seeds_to_decide(number)
-        chances = [2 * number / math.comb(2 * each, each) for each in (seeds - 1, seeds)]
-        assert chances[1] < 0.05 <= chances[0]
+def test_a_difference_in_seeds_that_solve_a_task_must_be_significant():
+    # All of n seeds against none: p = 2 / C(2n, n), which is 2 / 20 for 3 and 2 / 70 for 4 seeds.
+    assert not solves_more_often(3, 3, 0, 3, num_variants=1)
+    assert solves_more_often(4, 4, 0, 4, num_variants=1)
+    assert not solves_more_often(4, 4, 0, 4, num_variants=2)
+    assert not solves_more_often(0, 4, 4, 4, num_variants=1)
+    # 12 / 252 and 14 / 252 for 5 seeds.
+    assert [seeds_to_decide(number) for number in (1, 2, 6, 7)] == [4, 5, 5, 6]
