@@ -8,22 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from run import compilation, hardware
+from run import hardware
 from run.instantiate import instantiate
 from tests.conftest import TINY, poisoned_memory
 from tools import bench
 
 WORDS = [*TINY, "attention=llama", "data.vocab_size=512", "optimizer=adamw", "precision=fp32"]
 DECODING = [*WORDS, "context=16", "batch_tokens=48", "compile=false"]
-
-
-def test_competitors_train_models_with_the_same_shapes():
-    settings, *_ = bench.bench_settings(WORDS)
-    model = instantiate(settings.model)
-    theirs = bench.transformers_llama(settings)
-    assert sorted(p.shape for p in model.parameters()) == sorted(
-        p.shape for p in theirs.parameters()
-    )
 
 
 def test_ratios_are_taken_within_alternating_turns(monkeypatch, capfd):
@@ -87,44 +78,38 @@ def test_bytes_per_step_match_the_shapes_of_transformers(monkeypatch, precision,
     assert bench.bytes_per_step(settings, dtype, int8=True) == in_int8 + cache
 
 
-def test_a_turn_does_not_count_the_call_that_compiles(monkeypatch):
+def test_a_turn_is_a_command_that_does_not_count_compiling(monkeypatch, capfd):
     seconds = iter((1000.0, 3.0))
     step = mock.Mock(side_effect=lambda: {"seconds": next(seconds)})
     monkeypatch.setitem(bench.COMPETITORS["train"], "ours", lambda *_: step)
     monkeypatch.setattr(bench, "TURN_SECONDS", 0)
-    turn = bench.take_turn("train", "ours", WORDS)
-    assert turn["seconds"] == 3 and turn["memory_bytes"] > 0
 
-
-def test_a_turn_is_a_command_that_prints_its_measurements(monkeypatch, capfd):
     def run(command: list[str], **_) -> mock.Mock:
-        assert command[:3] == [sys.executable, "-m", "tools.bench"]
         monkeypatch.setattr(sys, "argv", command[2:])
         bench.main(bench.parse_arguments())
         return mock.Mock(returncode=0, stdout=capfd.readouterr().out)
 
     monkeypatch.setattr(bench.subprocess, "run", run)
-    monkeypatch.setattr(bench, "TURN_SECONDS", 0)
     turn = bench.start_turn("train", "ours", WORDS)
-    assert turn["seconds"] > 0 and turn["memory_bytes"] > 0
+    assert turn["seconds"] == 3 and turn["memory_bytes"] > 0
 
 
-def test_a_failed_turn_ends_the_benchmark(monkeypatch, capfd):
-    killed = mock.Mock(returncode=-9)
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: killed)
-    with pytest.raises(SystemExit) as end:
-        bench.start_turn("train", "transformers", WORDS)
-    assert end.value.code == 1
-    assert capfd.readouterr().err.startswith("error: transformers failed")
-
-
-@pytest.mark.parametrize("name", ["ours", "ours, int8", "transformers"])
-def test_prefill_and_decoding_are_timed_separately(monkeypatch, name):
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("train", "ours"),
+        ("train", "transformers"),
+        ("decode", "ours"),
+        ("decode", "ours, int8"),
+        ("decode", "transformers"),
+    ],
+)
+def test_each_competitor_is_measured(monkeypatch, kind, name):
     monkeypatch.setattr(bench, "NEW_TOKENS", 6)
     settings, device, precision = bench.bench_settings(DECODING)
-    measured = bench.COMPETITORS["decode"][name](settings, device, precision)()
-    assert measured.keys() == {"seconds", "first_token_seconds"}
-    assert all(seconds > 0 for seconds in measured.values())
+    measured = bench.COMPETITORS[kind][name](settings, device, precision)()
+    assert measured["seconds"] > 0
+    assert ("first_token_seconds" in measured) == (kind == "decode")
 
 
 def test_our_decoding_reads_initialized_weights(monkeypatch):
@@ -136,29 +121,3 @@ def test_our_decoding_reads_initialized_weights(monkeypatch):
     with poisoned_memory():
         bench.decode_ours(*settings)
     assert all(weight.isfinite().all() for weight in engines[0].parameters())
-
-
-def test_our_decoding_is_compiled_only_on_a_machine_that_can_compile(monkeypatch):
-    engine = mock.Mock(can_capture=False, compiled_step=None)
-    monkeypatch.setattr(bench, "Engine", lambda *_: engine)
-    monkeypatch.setattr(bench, "time_generation", lambda *_: (1.0, 1.0))
-    monkeypatch.setattr(bench, "NEW_TOKENS", 6)
-    settings = bench.bench_settings([*DECODING, "compile=auto"])
-    for missing in ("a C++ compiler", None):
-        monkeypatch.setattr(compilation, "missing_for_compilation", lambda _, m=missing: m)
-        bench.decode_ours(*settings)()
-        assert engine.compile.called == (missing is None)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["train", "model=none"],
-        ["train", "attention=mla"],  # LlamaForCausalLM cannot express it
-    ],
-)
-def test_an_unsupported_benchmark_is_refused_in_one_line(command, words):
-    result = command("tools/bench.py", *words)
-    assert result.code in (1, 2)
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from model.build import build_model
 from run.instantiate import instantiate
 from tests.conftest import VARIANTS, settings_of
 from tools import cost
@@ -22,17 +21,9 @@ def test_the_cost_table_lists_every_attention_preset(monkeypatch, capfd):
     assert names_in(capfd.readouterr().out) == VARIANTS
 
 
-@pytest.mark.parametrize("word", ["attention=mla,gqa", "+attention=choice(mla,gqa)"])
-def test_only_selected_attention_presets_are_shown(command, word):
-    assert names_in(command(COST, *OVERRIDES, word).succeeded().out) == ["mla", "gqa"]
-
-
-def test_the_suggested_overrides_give_124_million_parameters(command):
-    result = command(COST, "model=124m", "attention=gqa").succeeded()
-    fix = "attention=mha data.vocab_size=50257 model.tied=true"
-    assert fix in result.out
-    model = build_model(settings_of("model=124m", *fix.split()).model, "meta")
-    assert 123e6 < model.num_parameters() < 125e6
+def test_only_selected_attention_presets_are_shown(command):
+    result = command(COST, *OVERRIDES, "attention=mla,gqa").succeeded()
+    assert names_in(result.out) == ["mla", "gqa"]
 
 
 @pytest.mark.parametrize("attention", ["local_global", "mla"])
@@ -48,9 +39,3 @@ def test_cost_figures_match_the_allocated_model(attention):
         f"{caches[1] - caches[0]:,}",
         f"{caches[2] / 1e6:.2f}",
     )
-
-
-def test_an_invalid_run_is_refused_in_one_line(command):
-    result = command(COST, *OVERRIDES, "batch_tokens=100")
-    assert result.code in (1, 2) and result.out == ""
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1

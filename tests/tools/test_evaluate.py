@@ -12,10 +12,9 @@ import torch
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import DATASETS, STORIES, saved, settings_of, stories, tree_of
-from tests.conftest import drawn as drawn_model
+from tests.conftest import DATASETS, STORIES, drawn, saved, settings_of, stories, tree_of
 from tests.tools.families import write_tokenizer
-from tools.evaluate import Row, measure_lengths, total_nats, windows
+from tools.evaluate import Row, windows
 from tools.import_hf import import_tokenizer
 from training.setup import open_corpus
 
@@ -30,7 +29,7 @@ def saved_run(folder: Path, settings: dict) -> torch.nn.Module:
     corpus = open_corpus(settings["data"])
     sizes = {"vocab_size": corpus.tokenizer.vocab_size, "context": settings["context"]}
     tree = tree_of("gqa") | {"attention": settings["model"]["attention"]} | sizes
-    model = drawn_model(tree)
+    model = drawn(tree)
     settings = settings | {"model": tree, "device": "cpu", "text": corpus.sha256}
     checkpoint.save(folder, 1, model.state_dict(), settings, corpus.tokenizer.files, {})
     return model
@@ -63,34 +62,24 @@ def test_an_imported_model_reproduces_its_reference_loss(command):
     assert found["nats_per_token"] == pytest.approx(nats / num_tokens, abs=1e-4)
 
 
-@pytest.fixture
-def drawn(drawn_run) -> tuple[torch.nn.Module, Tokenizer]:
-    """The model of the run in float64, and its tokenizer."""
-    place = checkpoint.newest_checkpoint(drawn_run)
-    return load_model(place, "cpu").double(), Tokenizer.load(place / "tokenizer.model")
-
-
 @torch.no_grad()
-def nats_by_token(model: torch.nn.Module, tokens: list[int], context: int = 0) -> list[float]:
-    """Nats of all tokens except the first, in windows of `context` or the model's context."""
-    context = context or model.context
+def nats_by_token(model: torch.nn.Module, tokens: list[int]) -> list[float]:
+    """Nats of all tokens except the first, in windows of the model's context."""
     nats = []
-    for start in range(0, len(tokens) - 1, context):
-        window = torch.tensor(tokens[start : start + context + 1])
+    for start in range(0, len(tokens) - 1, model.context):
+        window = torch.tensor(tokens[start : start + model.context + 1])
         logits = model(window[None, :-1])[0].double()
         nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="none").tolist()
     return nats
 
 
-def nats_of(model: torch.nn.Module, tokens: list[int], first: int = 1, context: int = 0) -> float:
-    """The total nats of tokens[first:]."""
-    return sum(nats_by_token(model, tokens, context)[first - 1 :])
+def nats_of(model: torch.nn.Module, tokens: list[int]) -> float:
+    return sum(nats_by_token(model, tokens))
 
 
 @torch.no_grad()
-def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int = 0) -> float:
+def rolling_nats(model: torch.nn.Module, tokens: list[int], context: int) -> float:
     """Total nats of all tokens except the first, by blocks; each block reads the same context."""
-    context = context or model.context
     total = 0.0
     for index in range(1, len(tokens)):
         block = (index - 1) // context
@@ -149,10 +138,10 @@ def test_the_loss_of_a_text_matches_a_plain_loop(
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-5)
 
 
-def test_the_held_out_text_of_the_run_is_evaluated(command, trained):
-    found = evaluated(command, "--run", str(trained), "--slices")
-    place = checkpoint.newest_checkpoint(trained)
-    model = load_model(place, "cpu").double()
+def test_the_held_out_text_of_the_run_is_evaluated(command, trained, tokenizer, monkeypatch):
+    words = ("--run", str(trained), "--slices")
+    found = evaluated(command, *words)
+    model = load_model(checkpoint.newest_checkpoint(trained), "cpu").double()
     tokens = held_out_tokens()
     expected = nats_of(model, tokens) / (len(tokens) - 1)
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
@@ -160,6 +149,11 @@ def test_the_held_out_text_of_the_run_is_evaluated(command, trained):
     kinds = [found["slices"][name] for name in ("new", "repeated")]
     nats = sum(each["loss"] * each["tokens"] for each in kinds)
     assert nats / (len(tokens) - 1) == pytest.approx(found["val_loss"], abs=1e-6)
+
+    # The checkpoint's tokenizer is used; a newly trained one would differ.
+    monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
+    shutil.rmtree(".cache")
+    assert evaluated(command, *words) == found
 
 
 def test_a_text_that_has_changed_since_training_is_refused(command, story):
@@ -173,16 +167,6 @@ def test_a_text_that_has_changed_since_training_is_refused(command, story):
     assert result.code == 2 and not result.out and "--text FILE" in result.err
 
 
-def test_text_is_encoded_with_the_tokenizer_of_the_checkpoint(
-    command, trained, tokenizer, monkeypatch
-):
-    before = evaluated(command, "--run", str(trained), "--slices")
-    # A newly trained tokenizer would differ.
-    monkeypatch.setattr(Tokenizer, "train", lambda *_: tokenizer)
-    shutil.rmtree(".cache")
-    assert evaluated(command, "--run", str(trained), "--slices") == before
-
-
 def test_a_task_is_evaluated_in_rows_of_the_context(command):
     settings = settings_of("data=recall", "context=64", "data.pairs=[2,4]", "data.vocab_size=16")
     saved_run(Path("runs/recall"), settings.model_dump())
@@ -192,17 +176,6 @@ def test_a_task_is_evaluated_in_rows_of_the_context(command):
     assert longer["slices"].keys() - found["slices"].keys() == {"distance 65-128"}
     mean = (found["recall_accuracy_2"] + found["recall_accuracy_4"]) / 2
     assert 0 < found["recall_accuracy"] == pytest.approx(mean)
-
-
-def test_the_loss_of_a_batch_equals_the_sum_over_separate_rows(drawn):
-    model, draw = drawn[0], torch.Generator().manual_seed(0)
-    rows = [
-        Row(torch.randint(300, (n,), generator=draw).tolist(), first)
-        for n, first in ((5, 4), (40, 1), (3, 1), (9, 8))
-    ]
-    alone = sum(nats_of(model, *row) for row in rows)
-    for batch_size in (1, 3, 5):
-        assert total_nats(model, rows, batch_size) == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gdn"])
@@ -225,21 +198,12 @@ def test_losses_at_longer_contexts_match_a_plain_loop(command, story, variant):
         assert found[str(multiple)] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
 
 
-def test_a_held_out_text_shorter_than_a_window_is_refused(command, story):
-    text = ("context=1024", "data=text", f"data.path={story}", "data.vocab_size=400")
-    saved_run(Path("runs/drawn"), settings_of(*text).model_dump())
-    with pytest.raises(ValueError, match=r"held-out tokens \(\d+; a window needs 4097\)"):
-        measure_lengths(Path("runs/drawn"))
-
-
 @pytest.mark.parametrize(
     "wanted, named",
     [
         (("--text", "none.txt"), "none.txt"),
         (("--slices",), "not a run"),
         (("--lengths", "--context", "9"), "--context"),
-        (("--slices", "--separator", "x"), "--separator"),
-        ((), "--text --slices --lengths"),
     ],
 )
 def test_an_invalid_evaluation_is_refused_by_name(command, drawn_run, wanted, named):
