@@ -105,22 +105,17 @@ CONFIGS = {
     "SmolLM3-3B": {
         "model_type": "smollm3",
         "attention_bias": False,
+        "layer_types": ["full_attention"] * 2,
         "max_window_layers": 28,
         "mlp_bias": False,
         "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 0],
         "pad_token_id": 0,  # published: 128004
         "pretraining_tp": 2,
         "rope_scaling": None,
         "sliding_window": None,
         "use_sliding_window": False,
     },
-}
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
 }
 SMOLLM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA_2 = ["<unk>", "<s>", "</s>"]
@@ -146,16 +141,6 @@ SPECIAL = {
 TEMPLATES = ("Llama-3.2-1B", "TinyLlama-1.1B", "Mistral-7B-v0.3")
 
 
-def config_of(family: str, depth: int) -> dict:
-    """The config.json of a model, without BOS and EOS."""
-    config = SHARED | CONFIGS[family]
-    config |= {"architectures": [CLASSES[config["model_type"]]], "num_hidden_layers": depth}
-    if family == "SmolLM3-3B":
-        config["layer_types"] = ["full_attention"] * depth
-        config["no_rope_layers"] = [int(layer % 2 == 0) for layer in range(depth)]
-    return config
-
-
 def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> None:
     """Save a model of a family; `save` contains arguments of save_pretrained()."""
     import transformers
@@ -164,10 +149,9 @@ def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> 
     write_tokenizer(folder, family, texts)
     tokens, bos, eos = SPECIAL[family]
     ids = [tokens.index(token) for token in eos]
-    config = config_of(family, depth=2) | {
-        "bos_token_id": None if bos is None else tokens.index(bos),
-        "eos_token_id": ids[0],
-    }
+    config = SHARED | CONFIGS[family] | {"num_hidden_layers": 2}
+    config["bos_token_id"] = None if bos is None else tokens.index(bos)
+    config["eos_token_id"] = ids[0]
     torch.manual_seed(0)
     settings = transformers.AutoConfig.for_model(**config)
     model = transformers.AutoModelForCausalLM.from_config(settings)
@@ -177,6 +161,7 @@ def make_folder(folder: Path, family: str, texts: list[str], **save: object) -> 
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder, **save)
     # Write the config as published, not as this version of transformers saves it.
+    config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ids}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")

@@ -11,61 +11,31 @@ from safetensors.torch import load_file
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import VARIANTS, assert_greedy, close, continued, saved, tree_of
+from tests.conftest import assert_greedy, close, continued, saved, tree_of
 from tests.tools.families import NASTY, sentence_pieces
 from tools.export_hf import describe_misreadings
 from tools.formats import architectures
-from tools.formats.hf_config import choose_architecture, to_hf_config
+from tools.formats.hf_config import IMPORTED, choose_architecture, to_hf_config
 
 EXPORT = "tools/export_hf.py"
-# The shipped presets that are exported, and their classes.
-CLASSES = {
-    "llama": "Llama",
-    "gqa": "Qwen3",
-    "mha": "Qwen3",
-    "mqa": "Qwen3",
-    "sliding_window": "Qwen3",
-    "local_global": "Qwen3",
-    "llama4": "Llama4",
-    "l2norm": "Llama4",
-    "gpt_oss": "GraniteSWA",
-    "mla": "DeepseekV3",
-    "kda": "KimiLinear",
-    "gdn": "Qwen3_5",
-    "gated": "Qwen3_5",
-}
-# A model that no class can express, and the option that the error names.
-REFUSED = [
-    ("softcap", "attention.softcap=50.0"),
-    ("shared_kv", "SharedAttention"),
-    ("gqa model.softcap=30.0", "softcap=30"),
-    ("llama4 attention.kinds.full.qk_norm=after_rope", "attention.qk_norm=after_rope"),
-    ("sink attention.qk_norm=null attention.rope_base=null", "attention.sink=True"),
-    ("sink", "attention.qk_norm=null"),
-    ("chunked", "attention.qk_norm=after_rope"),
-    ("gqa attention.rope_fraction=0.5", "attention.rope_fraction=0.5"),
-    ("local_global attention.kinds.full.rope_base=1000000.0", "layers with different rope_base"),
-    ("gdn attention.pattern=[recurrent]", "models without softmax attention"),
-    ("kda model.tied=true", "tied=True"),
-    ("kda attention.kinds.recurrent.low_rank=false", "attention.low_rank=False"),
-    ("gqa ffn=none", "ffn=model.layers.no_feed_forward"),
-    ("differential norm=layernorm", "norm=model.layers.LayerNorm"),
-    ("llama attention.rope_scaling={_target_:model.rope.Scaling,factor:4}", "model.rope.Scaling"),
-]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_preset_is_exported_as_its_class_or_refused(variant):
-    """A preset that is not shipped may be exported or refused."""
-    try:
-        (name,) = to_hf_config(tree_of(variant))["architectures"]
-    except ValueError as error:
-        assert variant not in CLASSES and str(error).count(". fix: ") == 1
-    else:
-        assert name == f"{CLASSES.get(variant, name.removesuffix('ForCausalLM'))}ForCausalLM"
-
-
-@pytest.mark.parametrize(("variant", "option"), REFUSED)
+@pytest.mark.parametrize(
+    ("variant", "option"),
+    [
+        ("softcap", "attention.softcap=50.0"),
+        ("shared_kv", "SharedAttention"),
+        ("gqa model.softcap=30.0", "softcap=30"),
+        ("llama4 attention.kinds.full.qk_norm=after_rope", "attention.qk_norm=after_rope"),
+        ("sink", "attention.qk_norm=null"),
+        ("local_global attention.kinds.full.rope_base=1e6", "layers with different rope_base"),
+        ("gdn attention.pattern=[recurrent]", "models without softmax attention"),
+        ("kda model.tied=true", "tied=True"),
+        ("gqa ffn=none", "ffn=model.layers.no_feed_forward"),
+        ("differential norm=layernorm", "norm=model.layers.LayerNorm"),
+        ("llama attention.rope_scaling={_target_:model.rope.Scaling,factor:4}", "Scaling"),
+    ],
+)
 def test_a_model_without_a_transformers_class_is_refused(variant, option):
     with pytest.raises(ValueError) as error:
         to_hf_config(tree_of(*variant.split()))
@@ -119,29 +89,23 @@ def test_an_export_gives_the_same_results_in_transformers(variant, command, toke
     assert fast("a ball" + fast.eos_token)["input_ids"][-1] == ids[0]
     assert fast.pad_token_id == theirs.config.pad_token_id == fast.unk_token_id not in ids
 
-
-def test_importing_an_export_restores_the_model_and_its_tokenizer(command, tokenizer, tmp_path):
-    tree = tree_of("llama", "model.tied=true", "attention.bias=true")
-    ours = saved(tmp_path / "run", tree, tokenizer)
-    command(EXPORT, "--run", "run", "--out", "there").succeeded()
-    command("tools/import_hf.py", "there", "--out", "again").succeeded()
-    place = checkpoint.find_model("again")
-    close(load_model(place, "cpu").state_dict(), ours.state_dict(), atol=0, rtol=0)
-    again = Tokenizer.load(place / "tokenizer.json")
-    assert again.starts_with_bos and again.eos_ids == tokenizer.eos_ids
-    for text in NASTY:
-        assert again.encode_prompt(text) == tokenizer.encode_prompt(text), text
+    # Importing the export restores the model and its tokenizer.
+    if type(theirs).__name__ in IMPORTED:
+        command("tools/import_hf.py", "there", "--out", "again").succeeded()
+        place = checkpoint.find_model("again")
+        close(load_model(place, "cpu").state_dict(), ours.state_dict(), atol=0, rtol=0)
+        again = Tokenizer.load(place / "tokenizer.json")
+        assert again.starts_with_bos and again.eos_ids == tokenizer.eos_ids
+        for text in NASTY:
+            assert again.encode_prompt(text) == tokenizer.encode_prompt(text), text
 
 
 @pytest.mark.parametrize(
     ("variant", "programs"),
     [
         ("gqa", ""),
-        ("gpt_oss", ""),
         ("sliding_window", "mlx-lm, llama.cpp and ctranslate2"),
-        ("sliding_window attention.qk_norm=null", "mlx-lm and llama.cpp"),
         ("llama ffn=geglu", "mlx-lm, llama.cpp and ctranslate2"),
-        ("llama attention.bias=true", ""),
         ("gqa attention.bias=true", "vLLM"),
     ],
 )
@@ -150,9 +114,6 @@ def test_programs_that_misread_an_export_are_named(variant, programs):
     config = to_hf_config(tree_of(*variant.split(), "model.depth=4"))
     named = " ".join(describe_misreadings(config, ["tokenizer.json"]))
     assert programs in named and bool(named) == bool(programs)
-    # If tokenizer.model is the only file, llama.cpp reads it differently.
-    others = describe_misreadings(config, ["tokenizer.model"])
-    assert (" ".join(others) != named) == (config["model_type"] == "qwen3")
 
 
 def test_an_export_checks_its_folder_and_uses_the_requested_dtype(command, tokenizer, tmp_path):
@@ -194,9 +155,7 @@ def test_a_full_disk_leaves_no_folder(drawn_run, command):
     ("options", "is_exported"),
     [
         ({"bos_id": -1}, True),
-        ({"user_defined_symbols": ["<sep>"]}, True),
         ({"model_type": "unigram"}, False),
-        ({"byte_fallback": False, "vocab_size": 30}, False),
         ({"normalization_rule_name": "nmt_nfkc"}, False),
     ],
 )
@@ -211,11 +170,11 @@ def test_a_tokenizer_is_exported_unchanged_or_refused(options, is_exported, comm
     if not is_exported:
         return
     theirs = AutoTokenizer.from_pretrained("there")
-    for text in (*NASTY, "a<sep>b"):
+    for text in NASTY:
         assert theirs(text)["input_ids"] == tokenizer.encode_prompt(text), text
-    if "bos_id" in options:  # EOS takes the place of BOS
-        config = json.loads(Path("there/tokenizer_config.json").read_text(encoding="utf-8"))
-        assert (config["bos_token"], config["eos_token"]) == ("</s>", "</s>")
+    # EOS takes the place of BOS.
+    config = json.loads(Path("there/tokenizer_config.json").read_text(encoding="utf-8"))
+    assert (config["bos_token"], config["eos_token"]) == ("</s>", "</s>")
 
 
 def test_an_export_that_transformers_computes_differently_is_removed(

@@ -22,53 +22,41 @@ WEIGHTS = "model.safetensors"
 PROMPT = "Ann had a red ball."
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A function that returns a family's folder and the imported run, created only once."""
-    root = tmp_path_factory.mktemp("published")
-    texts = tell(root).read_text(encoding="utf-8").split("\n")
-
-    def made(family: str) -> tuple[Path, Path]:
-        folder = root / family
-        run = root / f"our-{family}"
-        if not folder.exists():
-            # The smallest model is saved in several files.
-            save = {"max_shard_size": "40KB"} if family == "SmolLM2-135M" else {}
-            make_folder(folder, family, texts, **save)
-            import_hf.main(Namespace(folder=folder, out=run))
-        return folder, run
-
-    yield made
-    shutil.rmtree(root)
+def publish(folder: Path, family: str, **save: object) -> None:
+    texts = tell(folder.parent).read_text(encoding="utf-8").split("\n")
+    make_folder(folder, family, texts, **save)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_an_imported_model_continues_a_prompt_as_transformers_does(family, published):
+def test_an_imported_model_continues_a_prompt_as_transformers_does(family, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, run = published(family)
-    ours = load_model(checkpoint.find_model(run), "cpu")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # The smallest model is saved in several files.
+    save = {"max_shard_size": "40KB"} if family == "SmolLM2-135M" else {}
+    publish(tmp_path / "model", family, **save)
+    import_hf.main(Namespace(folder=tmp_path / "model", out=tmp_path / "run"))
+    place = checkpoint.find_model(tmp_path / "run")
+    ours = load_model(place, "cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     tokens = torch.randint(600, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
     # 40 tokens, or up to an EOS.
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     made = theirs.generate(**prompt, max_new_tokens=40, do_sample=False)
-    our_tokenizer = Tokenizer.load(tokenizer_file(checkpoint.find_model(run)))
+    our_tokenizer = Tokenizer.load(tokenizer_file(place))
     tokens = our_tokenizer.encode_prompt(PROMPT)
     (drawn,) = continued(ours, [tokens], 40, eos=our_tokenizer.eos_ids)
     assert [*tokens, *drawn] == made[0].tolist()
 
 
-def test_a_published_model_and_its_settings_survive_training_and_export(
-    published, command, story, tmp_path
-):
+def test_a_published_model_and_its_settings_survive_training_and_export(command, story, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    folder = shutil.copytree(published("SmolLM3-3B")[0], tmp_path / "model")
+    folder = tmp_path / "model"
+    publish(folder, "SmolLM3-3B")
     theirs = AutoTokenizer.from_pretrained(folder)
     theirs.pad_token = "<|im_start|>"
     template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
@@ -95,8 +83,7 @@ def test_a_published_model_and_its_settings_survive_training_and_export(
     assert (sampling.temperature, sampling.top_k, sampling.do_sample) == (0.6, 20, True)
     place = checkpoint.find_model("runs/t")
     tokenizer = Tokenizer.load(tokenizer_file(place))
-    assert sampling.eos_token_id == model.generation_config.eos_token_id == [3, 2]
-    assert tokenizer.eos_ids == (3, 2)
+    assert sampling.eos_token_id == [3, 2] and tokenizer.eos_ids == (3, 2)
     assert again(PROMPT)["input_ids"] == tokenizer.encode_prompt(PROMPT)
 
     tokens = torch.arange(3, 33)[None]
@@ -105,14 +92,6 @@ def test_a_published_model_and_its_settings_survive_training_and_export(
         after = load_model(place, "cpu")(tokens)
         close(after, model(tokens).logits, atol=1e-4, rtol=0)
     assert (after - before).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("family", "is_lossless"), [("Qwen3-0.6B", False), ("SmolLM2-135M", True)])
-def test_the_import_notes_that_texts_do_not_round_trip(family, is_lossless, published, command):
-    """The tokenizer of Qwen3 normalizes characters."""
-    folder, _ = published(family)
-    result = command(IMPORT, str(folder), "--out", "new").succeeded()
-    assert (result.err == "") == is_lossless
 
 
 @stories
@@ -127,17 +106,16 @@ def test_an_imported_model_generates_its_reference_story(command):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer) -> Path:
-    """A folder with a run and with a Hugging Face folder of the same model."""
-    root = tmp_path_factory.mktemp("exported")
-    saved(root / "run", tree_of("llama"), tokenizer)
-    export_hf.main(Namespace(run=root / "run", out=root / "there", dtype="f32"))
-    return root
+    folder = tmp_path_factory.mktemp("exported")
+    saved(folder / "run", tree_of("llama"), tokenizer)
+    export_hf.main(Namespace(run=folder / "run", out=folder / "there", dtype="f32"))
+    return folder / "there"
 
 
 @pytest.fixture
 def there(exported, tmp_path) -> Path:
-    """A copy of the Hugging Face folder that the test may modify."""
-    return shutil.copytree(exported / "there", tmp_path / "there")
+    """A Hugging Face folder of a model of ours, which the test may modify."""
+    return shutil.copytree(exported, tmp_path / "there")
 
 
 def test_other_commands_refuse_a_hugging_face_folder_with_a_fix(command, there, story):
@@ -198,11 +176,6 @@ def write(name: str, content: str):
     return lambda there: (there / name).write_text(content, encoding="utf-8")
 
 
-def no_tokenizer(there: Path) -> None:
-    for file in there.glob("tokenizer.*"):
-        file.unlink()
-
-
 NORM = "model.norm.weight"
 NAN = torch.full((64,), torch.nan)
 # The exit code, the damage, and the tensor, file or entry that the message names.
@@ -215,24 +188,17 @@ DAMAGES = {
     "NaN in 8 bits": (4, reweigh(NORM, NAN.to(torch.float8_e4m3fn)), "NaN"),
     "truncated weights": (3, write(WEIGHTS, 100 * "\0"), "weights"),
     "tied, with a head": (2, change(tie_word_embeddings=True), "logits"),
-    "absent biases": (3, change(attention_bias=True), "q_proj.bias"),
     "architecture": (2, change(architectures=["Llama4ForCausalLM"]), "Llama4ForCausalLM"),
     "another class": (2, change(model_type="qwen3"), "model_type=qwen3"),
     "code": (2, change(auto_map={"AutoModelForCausalLM": "m.M"}), "auto_map"),
-    "negative": (2, change(intermediate_size=-128), "-128"),
     "large": (3, change(intermediate_size=2**40), "weights"),
     "deep": (2, change(num_hidden_layers=10**9), "layers"),
-    "text": (2, change(hidden_size="64"), "hidden_size"),
     "layer type": (2, change(layer_types=["chunked_attention"] * 2), "chunked_attention"),
-    "number of layers": (2, change(layer_types=["full_attention"]), "layer_types"),
-    "activation": (2, change(hidden_act="mish"), "mish"),
-    "bias": (2, change(mlp_bias=True), "mlp_bias"),
     "positions": (2, change(rope_parameters={"rope_type": "longrope", "factor": 2.0}), "longrope"),
     "vocabulary": (2, change(vocab_size=300), "300"),
     "an unknown entry": (2, change(new_rope={"factor": 2}), "new_rope"),
     "invalid JSON": (2, write("config.json", "{}}"), "config.json"),
-    "no config": (2, lambda there: (there / "config.json").unlink(), "config.json"),
-    "no tokenizer": (2, no_tokenizer, "no tokenizer"),
+    "no tokenizer": (2, lambda there: (there / "tokenizer.model").unlink(), "no tokenizer"),
 }
 
 

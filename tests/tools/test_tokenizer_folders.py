@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,11 @@ from tests.faults.harness import source
 from tests.tools.families import CONFIGS, NASTY, SPECIAL, sentence_pieces, write_tokenizer
 from tools.import_hf import import_tokenizer
 
-EXTRA = {"content": "<extra>", "lstrip": False, "rstrip": False, "single_word": False}
 Change = Callable[[Path], None]
 
 
 def edit(name: str, **entries: object) -> Change:
-    """A change to a JSON file in the folder, which is created if missing; None removes an entry."""
+    """A change to a JSON file in the folder; None removes an entry."""
 
     def change(folder: Path) -> None:
         file = folder / name
@@ -33,21 +31,7 @@ def edit(name: str, **entries: object) -> Change:
     return change
 
 
-def write(name: str, content: str) -> Change:
-    return lambda folder: (folder / name).write_text(content, encoding="utf-8")
-
-
-def no_special_tokens(folder: Path) -> None:
-    """Mark the added tokens in tokenizer.json as not special."""
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    for token in content["added_tokens"]:
-        token["special"] = False
-    file.write_text(json.dumps(content), encoding="utf-8")
-
-
 config = partial(edit, "tokenizer_config.json")
-of_class = partial(edit, "config.json")
 fast = partial(
     config,
     tokenizer_class="LlamaTokenizer",
@@ -58,98 +42,64 @@ fast = partial(
     add_prefix_space=False,
 )
 SMOL = "SmolLM2-135M"
-QWEN = "Qwen3-0.6B"
 TINY = "TinyLlama-1.1B"
-MISTRAL = "Mistral-7B-v0.3"
 # A folder and the changes to it. SentencePiece models are "plain" or prepend a space.
 FOLDERS = {
     "SmolLM2": [SMOL],
     "Llama 3": ["Llama-3.2-1B"],
-    "Qwen": [QWEN],
+    "Qwen": ["Qwen3-0.6B"],
     "SmolLM3": ["SmolLM3-3B"],
     "TinyLlama": [TINY],
-    "Mistral": [MISTRAL, config(tokenizer_class="LlamaTokenizer")],
+    "Mistral": ["Mistral-7B-v0.3", config(tokenizer_class="LlamaTokenizer")],
     "special tokens are text": [SMOL, config(split_special_tokens=True)],
-    "tokens that are not special": [SMOL, no_special_tokens],
-    "no class": [SMOL, of_class(model_type="qwen3"), config(tokenizer_class=None)],
-    "another class": [QWEN, config(tokenizer_class="GPT2TokenizerFast")],
     "a space in front": [SMOL, config(tokenizer_class="GPT2Tokenizer", add_prefix_space=True)],
-    "a new token": [SMOL, config(added_tokens_decoder={"600": EXTRA})],
-    "special_tokens_map.json": [SMOL, edit("special_tokens_map.json", sep_token="<extra>")],
     "no BOS": [TINY, config(tokenizer_class="LlamaTokenizer", add_bos_token=False)],
     "SentencePiece": ["plain", fast()],
     "SentencePiece, no BOS": ["plain", fast(add_bos_token=False)],
-    "SentencePiece, special tokens are text": ["plain", fast(split_special_tokens=True)],
-    "SentencePiece of Qwen2": ["plain", of_class(model_type="qwen2"), fast()],
 }
 REFUSED = {
-    # These add more than BOS to a prompt, which our checkpoints cannot express.
-    "SentencePiece of T5": ["plain", fast(tokenizer_class="T5TokenizerFast")],
+    # This adds more than BOS to a prompt, which our checkpoints cannot express.
     "EOS after a text": ["plain", fast(add_eos_token=True)],
-    "no class for SentencePiece": ["plain"],
-    "not a tokenizer": [SMOL, write("tokenizer.json", "{}")],
     "no tokens": [SMOL, edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []})],
-    "no EOS": [SMOL, of_class(eos_token_id=None), config(eos_token=None)],
+    "no EOS": [SMOL, edit("config.json", eos_token_id=None), config(eos_token=None)],
     "EOS outside": [SMOL, edit("generation_config.json", eos_token_id=[2, 128001])],
-    "a list": [SMOL, write("generation_config.json", "[1]")],
-    "nested": [SMOL, write("tokenizer_config.json", 100_000 * "[")],
 }
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A function that returns a folder with the tokenizer of a family or SentencePiece model."""
-    root = tmp_path_factory.mktemp("originals")
-    texts = tell(root).read_text(encoding="utf-8").split("\n")
-
-    def made(name: str) -> Path:
-        folder = root / name
-        if folder.exists():
-            return folder
-        folder.mkdir()
-        model_type = "llama"
-        eos_id = 2
-        if name in SPECIAL:
-            write_tokenizer(folder, name, texts)
-            tokens, _, eos = SPECIAL[name]
-            model_type = CONFIGS.get(name, {}).get("model_type", "llama")
-            eos_id = tokens.index(eos[0])
-        else:
-            model = sentence_pieces(texts, add_dummy_prefix=name == "space")
-            (folder / "tokenizer.model").write_bytes(model.files["tokenizer.model"])
-        of_class(model_type=model_type, eos_token_id=eos_id)(folder)
-        return folder
-
-    return made
-
-
-@pytest.fixture
-def changed(originals, tmp_path):
-    """A function that returns a changed copy of a folder."""
-
-    def copy(name: str, *changes: Change) -> Path:
-        folder = shutil.copytree(originals(name), tmp_path / "model")
-        for change in changes:
-            change(folder)
-        return folder
-
-    return copy
+def make_folder(folder: Path, name: str, *changes: Change) -> Path:
+    """Write a tokenizer of a family or a SentencePiece model, and change its files."""
+    folder.mkdir()
+    texts = tell(folder).read_text(encoding="utf-8").split("\n")
+    model_type = "llama"
+    eos_id = 2
+    if name in SPECIAL:
+        write_tokenizer(folder, name, texts)
+        tokens, _, eos = SPECIAL[name]
+        model_type = CONFIGS.get(name, {}).get("model_type", "llama")
+        eos_id = tokens.index(eos[0])
+    else:
+        model = sentence_pieces(texts, add_dummy_prefix=name == "space")
+        (folder / "tokenizer.model").write_bytes(model.files["tokenizer.model"])
+    edit("config.json", model_type=model_type, eos_token_id=eos_id)(folder)
+    for change in changes:
+        change(folder)
+    return folder
 
 
 def texts() -> list[str]:
     """NASTY and 200 random texts with words, spaces and special tokens."""
     parts = ("Ann", " had", " a", "ball", ".", ",", "\n", " ", "  ", "\t", "12", " 6", "Тест", "é")
-    special = ("<s>", "</s>", "<|im_start|>", "<|endoftext|>", "<extra>", "<pad>", "<0x41>")
+    special = ("<s>", "</s>", "<|im_start|>", "<|endoftext|>", "<pad>", "<0x41>")
     draw = random.Random(0)
     drawn = ["".join(draw.choices(parts + special, k=draw.randint(1, 9))) for _ in range(200)]
     return [*NASTY, *drawn]
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_ids_and_text_match_transformers(kind, changed):
+def test_ids_and_text_match_transformers(kind, tmp_path):
     from transformers import AutoTokenizer
 
-    folder = changed(*FOLDERS[kind])
+    folder = make_folder(tmp_path / "model", *FOLDERS[kind])
     ours = import_tokenizer(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in texts():
@@ -161,28 +111,27 @@ def test_ids_and_text_match_transformers(kind, changed):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_folder_that_cannot_be_expressed_is_refused(kind, changed):
+def test_a_folder_that_cannot_be_expressed_is_refused(kind, tmp_path):
     with pytest.raises(ValueError):
-        import_tokenizer(changed(*REFUSED[kind]))
+        import_tokenizer(make_folder(tmp_path / "model", *REFUSED[kind]))
 
 
-def test_a_sentencepiece_model_without_a_config_is_read_as_by_transformers_4(originals):
+def test_a_sentencepiece_model_without_a_config_is_read_as_by_transformers_4(tmp_path):
     """It prepends BOS and a space, as the model itself does."""
     from transformers import LlamaTokenizer
 
-    ours = import_tokenizer(originals("space"))
-    theirs = LlamaTokenizer.from_pretrained(originals("space"), add_bos_token=True)
+    folder = make_folder(tmp_path / "model", "space")
+    ours = import_tokenizer(folder)
+    theirs = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
     for text in texts():
         assert ours.encode_prompt(text) == theirs(text)["input_ids"]
-    model = Tokenizer.load(originals("space") / "tokenizer.model")
+    model = Tokenizer.load(folder / "tokenizer.model")
     assert ours.encode_documents(["Ann had a ball"]) == model.encode_documents(["Ann had a ball"])
 
 
 @pytest.mark.parametrize("family", [SMOL, "Llama-3.2-1B", "SmolLM3-3B"])
-def test_documents_are_encoded_as_plain_text_between_bos_and_eos(
-    family, originals, story, tmp_path
-):
-    tokenizer = import_tokenizer(originals(family))
+def test_documents_are_encoded_as_plain_text_between_bos_and_eos(family, story, tmp_path):
+    tokenizer = import_tokenizer(make_folder(tmp_path / "model", family))
     text = f"a {tokenizer.piece(tokenizer.eos)} ж"
     assert tokenizer.eos in tokenizer.encode_prompt(text)
     (document,) = tokenizer.encode_documents([text])
