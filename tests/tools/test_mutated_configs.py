@@ -9,7 +9,7 @@ import torch
 from model.build import build_model
 from run.errors import IntegrityError
 from tests.conftest import close
-from tests.tools.families import CLASSES, CONFIGS, config_of
+from tests.tools.families import CONFIGS, SHARED
 from tools.formats.hf_config import read_config
 from tools.import_hf import import_weights
 
@@ -20,6 +20,7 @@ MORE = {
     "SmolLM2-135M": {"attention_bias": True},
     "Qwen2.5-0.5B": {"use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES},
     "Mistral-7B-v0.3": {"sliding_window": 5},
+    "SmolLM3-3B": {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 0, 1]},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -33,7 +34,7 @@ ROPES = [
 ]
 # Replacement values, in addition to null, booleans and nearby numbers.
 VALUES = {
-    "model_type": [*CLASSES, "arcee"],
+    "model_type": ["llama", "qwen2", "qwen3", "mistral", "smollm3", "arcee"],
     "hidden_act": ["gelu", "gelu_pytorch_tanh"],
     "layer_types": [TYPES, ["full_attention"] * 3, ["sliding_attention"] * 3, TYPES + TYPES],
     "no_rope_layers": [[1, 1, 1], [0, 1, 0], [1, 0], [1, 1, 1, 0]],
@@ -73,8 +74,9 @@ def test_mutated_configs_match_transformers_or_are_refused(family, tmp_path):
     torch.manual_seed(0)
     draw = random.Random(family)
     sizes = {"vocab_size": 128, "initializer_range": 0.2, "torch_dtype": "float32"}
-    whole = config_of(family, depth=3) | sizes | MORE.get(family, {})
+    whole = SHARED | CONFIGS[family] | sizes | {"num_hidden_layers": 3} | MORE.get(family, {})
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**whole))
+    whole["architectures"] = [type(model).__name__]
     model.save_pretrained(tmp_path)
     tokens = torch.randint(128, (2, 33))
     num_accepted = 0
