@@ -30,26 +30,22 @@ def zstd(content: bytes) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def rows(column: pyarrow.Array) -> bytes:
+def rows(texts: list[str]) -> bytes:
     stream = pyarrow.BufferOutputStream()
-    parquet.write_table(table({"n": [1] * len(column), "text": column}), stream)
+    parquet.write_table(table({"n": [1] * len(texts), "text": texts}), stream)
     return stream.getvalue().to_pybytes()
 
 
-COLUMN = pyarrow.array(DOCUMENTS)
 FILES = {
     "a.txt": PLAIN,
-    "a.md": PLAIN,
     "windows.txt": b"\xef\xbb\xbf" + PLAIN.replace(b"\n", b"\r\n"),
-    "ended.txt": PLAIN + f"\n{SEPARATOR}\n \n {SEPARATOR} \n\n".encode(),
     "a.txt.gz": gzip.compress(PLAIN[:500]) + gzip.compress(PLAIN[500:]),
     "a.txt.BZ2": bz2.compress(PLAIN),
     "a.txt.xz": lzma.compress(PLAIN),
     "a.txt.zst": zstd(PLAIN),
     "a.jsonl": LINES,
     "windows.JSONL": b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n"),
-    "a.parquet": rows(COLUMN),
-    "words.parquet": rows(COLUMN.dictionary_encode()),
+    "a.parquet": rows(DOCUMENTS),
 }
 
 
@@ -60,9 +56,7 @@ def texts(path: Path | str | list, field: str = "text") -> list[str]:
 @pytest.mark.parametrize("name", FILES)
 def test_every_format_gives_the_same_documents_and_the_same_split(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
-    assert texts(str(tmp_path / name)) == DOCUMENTS
-    if name != "a.md":
-        assert texts(str(tmp_path)) == DOCUMENTS
+    assert texts(str(tmp_path)) == DOCUMENTS
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "a.txt").write_bytes(PLAIN)
     expected = documents_of(source(tmp_path / "plain"))
@@ -70,16 +64,12 @@ def test_every_format_gives_the_same_documents_and_the_same_split(tmp_path, name
     assert 0 < sum(is_held_out for _, is_held_out in expected) < 20
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_the_text_of_a_row_is_unchanged(tmp_path, name):
-    given = ["2020-01-01", "NA", " a\r\nb \u2028 'c', \"d\"\n", "12", "x" * 3_000_000]
-    content = table({"n": range(len(given)), "body": given})
-    if name == "a.jsonl":
-        lines = [json.dumps(row) for row in content.to_pylist()]
-        (tmp_path / name).write_text("\n\n".join(lines), encoding="utf-8")
-    else:
-        parquet.write_table(content, tmp_path / name)
-    assert texts(str(tmp_path / name), "body") == given
+def test_the_text_of_a_row_is_unchanged(tmp_path):
+    given = ["2020-01-01", "NA", " a\r\nb \u2028 'c', \"d\"\n", "12"]
+    parquet.write_table(table({"body": given}), tmp_path / "a.parquet")
+    lines = [json.dumps({"body": text}) for text in given]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
+    assert texts(str(tmp_path), "body") == given + given
 
 
 def test_a_text_file_is_split_only_at_separator_lines(tmp_path):
@@ -94,9 +84,7 @@ def test_a_text_file_is_split_only_at_separator_lines(tmp_path):
 
 SPELLINGS = (
     "corpus",
-    "./b/../corpus/",
     "~/corpus",
-    "link",
     "corpus/**/*.[tT]*",
     ["corpus/b/val/v.txt", "corpus/t.txt", "corpus/b"],
 )
@@ -109,7 +97,6 @@ def test_all_spellings_of_a_path_find_the_same_files(tmp_path, monkeypatch, path
     for name in ("corpus/t.txt", "corpus/b/T2.TXT", "corpus/b/val/v.txt", "b/other.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name, encoding="utf-8")
-    Path("link").symlink_to("corpus")
     assert [file.name for file in find_files(path)] == ["T2.TXT", "v.txt", "t.txt"]
 
 
@@ -121,19 +108,17 @@ def test_a_folder_is_searched_through_links_and_each_file_is_read_once(tmp_path)
     (corpus / "more").symlink_to(tmp_path / "far")
     (corpus / "also.txt").symlink_to(corpus / "a.txt")
     assert find_files(str(corpus)) == [corpus / "a.txt", corpus / "more" / "b.txt"]
-    assert find_files(f"{corpus}/**/*.md")[0] == corpus / "c.md"
     # Two links to a folder that contains them would be followed forever.
     (corpus / "loop").symlink_to(corpus)
     (corpus / "loop2").symlink_to(corpus)
     assert find_files(str(corpus)) == [corpus / "a.txt", corpus / "more" / "b.txt"]
-    (corpus / "gone.txt").symlink_to(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"gone.txt"):
+    # Reading from a pipe may never end.
+    os.mkfifo(corpus / "pipe.txt")
+    with pytest.raises(ValueError, match=r"pipe\.txt"):
         find_files(str(corpus))
 
 
-@pytest.mark.parametrize(
-    "path", [None, [""], "absent", "~no-such-user/x", "empty", ["a.txt", "*.x"]]
-)
+@pytest.mark.parametrize("path", [None, "absent", "empty", ["a.txt", "*.x"]])
 def test_a_path_without_files_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
@@ -149,15 +134,10 @@ BAD = {
     "utf16.txt": "one line\nand two".encode("utf-16-le"),
     "cut.jsonl": b'{"text": "a"}\n{"text": "b',
     "absent.jsonl": b'{"text": "a"}\n{"body": "b"}',
-    "number.jsonl": b'{"text": 5}',
-    "list.jsonl": b"[1]",
     "half.jsonl": b'{"text": "a"}\n{"text": "\\ud800"}',  # half of a surrogate pair
-    "deep.jsonl": b'{"text": ' + 100_000 * b"[",
     "bad.parquet": b"PAR1 not really",
-    "number.parquet": rows(pyarrow.array([5])),
-    "null.parquet": rows(pyarrow.array([None])),
+    "null.parquet": rows([None]),
     "cut.txt.gz": gzip.compress(PLAIN)[:-9],
-    "cut.txt.xz": lzma.compress(PLAIN)[:-9],
     "a.csv": b"text\nplain\n",
 }
 
@@ -169,25 +149,11 @@ def test_unusable_files_are_refused_by_name(tmp_path, name):
         documents_of(source(tmp_path / name))
 
 
-def test_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ValueError, match=r"pipe\.txt"):
-        find_files(str(tmp_path / "pipe.txt"))
-
-
-LONG = {
-    "lines": "".join(f"line {number} of a document\n" for number in range(300)),
-    "one line": "0123456789" * 500,
-    "a line at the end": "title\n" + "word " * 999,
-    "short": "x" * 100,
-}
-
-
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("line", ["one line of a long document\n", "0123456789"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_long_document_is_read_in_parts_that_end_at_line_ends(tmp_path, monkeypatch, name, kind):
+def test_a_long_document_is_read_in_parts_that_end_at_line_ends(tmp_path, monkeypatch, name, line):
     monkeypatch.setattr("data.files.PART_CHARS", 100)
-    documents = ["before", LONG[kind], "after"]
+    documents = ["before", line * 300, "after"]
     content = f"\n{SEPARATOR}\n".join(documents)
     if name == "a.jsonl":
         content = "\n".join(json.dumps({"text": text}) for text in documents)
@@ -198,8 +164,7 @@ def test_a_long_document_is_read_in_parts_that_end_at_line_ends(tmp_path, monkey
     assert all(len(part.text) >= 50 for part in parts[:-1])
     assert [part.is_first for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-    if kind == "lines":
-        assert all(part.text.endswith("\n") for part in parts[:-1])
+    assert "\n" not in line or all(part.text.endswith("\n") for part in parts)
 
 
 def test_memory_does_not_grow_with_document_length(tmp_path, monkeypatch, tokenizer):

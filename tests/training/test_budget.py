@@ -80,23 +80,6 @@ def test_a_run_with_slow_steps_still_ends(run_of, monkeypatch, step_seconds, lea
     assert least_steps <= len(schedules) and ended <= end
 
 
-def test_the_expected_last_step_is_shown(run_of, monkeypatch):
-    """The expected end by time is shown, not the limit by steps, which is never reached."""
-    run = run_of("max_minutes=10", "steps=40000", *NO_OTHER_LIMIT[1:])
-    shown = []
-    fit = run.budget.fit
-
-    def recorded(progress) -> bool:
-        is_final = fit(progress)
-        shown.append(run.budget.expected_end(progress))
-        return is_final
-
-    monkeypatch.setattr(run.budget, "fit", recorded)
-    simulate(run, monkeypatch, lambda share: 1)
-    assert shown[:3] == [math.inf] * 3 and all(10_000 < end < 12_000 for end in shown[10:])
-    assert shown[-1] == run.progress.total_steps == len(shown)
-
-
 def test_steps_are_not_fitted_if_another_limit_comes_first(run_of, monkeypatch):
     run = run_of("max_minutes=10", "steps=500", "eval_tokens=512")
     end, _, factors, _ = simulate(run, monkeypatch, lambda share: 1)

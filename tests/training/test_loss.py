@@ -19,10 +19,8 @@ from tests.conftest import (
     tree_of,
     weights,
 )
-from tests.training.test_optimizers import Operations
 from train import take_step
 from training import loss
-from training.evaluation import evaluate
 from training.loss import HeadLoss, LanguageModelLoss
 from training.parallel import checkpoint_activations, configure_compiler
 
@@ -193,27 +191,6 @@ def test_the_loss_takes_a_third_of_the_flops_without_gradients(monkeypatch, max_
     assert flops[0] == 3 * flops[1] > 0
 
 
-def test_evaluation_synchronizes_equally_often_for_any_number_of_batches(run_of):
-    run = run_of()
-    num_waits = []
-    for batch_size in (1, 8):
-        with Operations() as operations:
-            score = evaluate(
-                run.trainer.loss_module,
-                run.env.corpus,
-                1000,
-                64,
-                batch_size,
-                torch.float32,
-                run.env.ranks,
-                run.env.signals,
-                with_gradients=False,
-            )
-        num_waits.append(operations.names.count("aten::_local_scalar_dense"))
-        assert 4 < score["val_loss"] < 8
-    assert num_waits[0] == num_waits[1] <= 2
-
-
 def test_the_loss_of_huge_logits_is_finite():
     hidden, weight, targets = example(torch.float32)
     objective, _ = HeadLoss()(hidden * 1e4, weight, targets, None, 0.0)
@@ -249,19 +226,6 @@ def test_activation_checkpointing_preserves_training_and_reduces_memory(run_of, 
         for _ in range(2):
             take_step(run)
     close(weights(lean), weights(plain))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler itself
-def test_checkpointed_blocks_are_compiled_separately(run_of):
-    run = run_of("attention=local_global", "model.depth=4", "activation_checkpointing=true")
-    graphs = []
-    torch._dynamo.reset()
-    for block in run.trainer.model.blocks:  # as for sharded blocks
-        block.compile(
-            dynamic=False, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
-        )
-    take_step(run)
-    assert 2 <= len(graphs) <= 4
 
 
 def test_a_model_with_activation_checkpointing_learns_as_one_graph(run_of):

@@ -85,13 +85,6 @@ def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch):
     assert gpu.measured == [1, 1]
 
 
-def test_a_sequence_that_does_not_fit_ends_the_run(monkeypatch):
-    """torchrun then ends the other ranks, which may be waiting for this one."""
-    gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=9 * GB)
-    with pytest.raises(torch.OutOfMemoryError):
-        chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024")
-
-
 def test_all_ranks_use_the_micro_batch_of_the_rank_with_the_least_memory(monkeypatch):
     gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=GB)
     assert chosen(gpu, Ranks(0, 2, torch.device("cuda")), "batch_tokens=6144") == 3

@@ -4,69 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from run.instantiate import instantiate
-from tests.conftest import close, redraw, settings_of, weights
+from tests.conftest import close, redraw, settings_of
 from train import take_step
 from training import optimizers
-from training.checkpointer import optimizer_state
 from training.optimizers import Muon, adamw, muon
 from training.rates import Reference
-
-
-def sgd(model: nn.Module, *, lr: float):
-    """An optimizer that this repository does not include."""
-    return [SGD(model.parameters(), lr=lr, momentum=0.9)]
-
-
-SGD_OVERRIDES = (
-    "optimizer=adamw",
-    "~optimizer.betas",
-    "~optimizer.weight_decay",
-    "~optimizer.reference",
-    "optimizer._target_=training.optimizers.sgd",
-    "optimizer.lr=0.1",
-)
-
-
-@pytest.fixture(autouse=True)
-def written_in_the_package(monkeypatch):
-    """Add `sgd` to training/optimizers.py."""
-    monkeypatch.setattr(sgd, "__module__", "training.optimizers")
-    monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
-
-
-def state_of(run) -> dict[str, dict[str, object]]:
-    return optimizer_state(run.trainer.model, run.trainer.optimizers, run.env.ranks)
-
-
-def assert_same(one, other) -> None:
-    """Assert bit-for-bit equality of two states."""
-    leaves, nesting = tree_flatten(one)
-    others, others_nesting = tree_flatten(other)
-    assert nesting == others_nesting
-    assert all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
-
-
-@pytest.mark.parametrize("words", [SGD_OVERRIDES, ("optimizer=muon",)], ids=["sgd", "muon"])
-def test_any_optimizer_resumes_bit_for_bit(run_of, words):
-    whole = run_of(*words)
-    for _ in range(6):
-        take_step(whole)
-    cut = run_of(*words, folder="cut")
-    for _ in range(3):
-        take_step(cut)
-    cut.checkpointer.save(cut.progress)
-    resumed = run_of(*words, "resume=true", folder="cut")
-    assert_same(weights(resumed), weights(cut))
-    assert_same(state_of(resumed), state_of(cut))
-    for _ in range(3):
-        take_step(resumed)
-    assert_same(weights(resumed), weights(whole))
-    assert_same(state_of(resumed), state_of(whole))
 
 
 def test_a_resumed_run_uses_the_new_learning_rate(run_of):
