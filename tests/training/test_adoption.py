@@ -34,16 +34,8 @@ def adopt(tmp_path, tokenizer):
 SOFTMAX = "q_proj.weight k_proj.weight v_proj.weight o_proj.weight q_norm.weight k_norm.weight"
 LATENT = "q_proj.weight latent_proj.weight latent_norm.weight rope_proj.weight kv_proj.weight"
 LATENT += " o_proj.weight"
-# The new weights of a model that starts from gqa, in its first and its second layer.
-NEW = {
-    "mha": ("", ""),
-    "gated": ("gate_proj.weight", "gate_proj.weight"),
-    "value_residual": ("", "share"),
-    "gqa attention.bias=true": [re.sub(r"\w_norm.weight", "", SOFTMAX).replace("weight", "bias")]
-    * 2,
-    "gqa attention.head_dim=8": (SOFTMAX, SOFTMAX),
-    "mla": (LATENT, LATENT),
-}
+# The new weights in each layer of a model that starts from gqa.
+NEW = {"mha": "", "gated": "gate_proj.weight", "gqa attention.head_dim=8": SOFTMAX, "mla": LATENT}
 
 
 @pytest.mark.parametrize("variant", NEW)
@@ -51,11 +43,9 @@ def test_weights_that_fit_are_copied_and_the_others_are_new(variant, adopt):
     old, new = adopt("gqa", variant)
     stored = old.state_dict()
     initial = build_model(tree_of(*variant.split()), seed=0).state_dict()
-    expected = set()
-    for layer, names in enumerate(NEW[variant]):
-        expected |= {f"blocks.{layer}.attention.{name}" for name in names.split()}
     for name, weight in new.state_dict().items():
-        if name in expected:
+        _, _, name_in_layer = name.partition(".attention.")
+        if name_in_layer in NEW[variant].split():
             close(weight, initial[name].double())
         elif weight.shape == stored[name].shape:
             close(weight, stored[name])
@@ -64,9 +54,11 @@ def test_weights_that_fit_are_copied_and_the_others_are_new(variant, adopt):
             assert not torch.allclose(weight, initial[name].double())
 
 
-@pytest.mark.parametrize("more", ["", "attention.head_dim=24 attention.bias=true"])
-def test_repeating_key_heads_preserves_the_logits(more, adopt):
-    old, new = adopt(f"gqa attention.kv_heads=2 {more}", f"mha {more}")
+MORE = "attention.head_dim=24 attention.bias=true"
+
+
+def test_repeating_key_heads_preserves_the_logits(adopt):
+    old, new = adopt(f"gqa attention.kv_heads=2 {MORE}", f"mha {MORE}")
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = old(tokens)
@@ -74,19 +66,16 @@ def test_repeating_key_heads_preserves_the_logits(more, adopt):
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("more", ["", "attention.head_dim=24 attention.bias=true"])
-def test_groups_of_key_heads_are_averaged(more, adopt):
-    old, new = adopt(f"mha {more}", f"gqa attention.kv_heads=2 {more}")
-    width = 24 if more else 16
+def test_groups_of_key_heads_are_averaged(adopt):
+    old, new = adopt(f"mha {MORE}", f"gqa attention.kv_heads=2 {MORE}")
     names = [name for name in new.state_dict() if re.search(r"[kv]_proj", name)]
-    assert len(names) == 2 * 2 * (2 if more else 1)
+    assert len(names) == 2 * 4  # weights and biases of two layers
     for name in names:
         before = old.state_dict()[name].numpy()
-        mean = np.zeros((2 * width, *before.shape[1:]))
+        mean = np.zeros((2 * 24, *before.shape[1:]))
         for head in range(4):
-            group = head // 2
-            for feature in range(width):
-                mean[group * width + feature] += before[head * width + feature] / 2
+            for feature in range(24):
+                mean[head // 2 * 24 + feature] += before[head * 24 + feature] / 2
         close(new.state_dict()[name], torch.from_numpy(mean))
 
 

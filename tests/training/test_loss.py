@@ -176,9 +176,7 @@ def test_matrix_products_use_the_padded_vocabulary(monkeypatch):
     assert products.get_total_flops() == 3 * 2 * 23 * 9 * 32
 
 
-@pytest.mark.parametrize("max_logits", [31 * 5, 2**20])
-def test_the_loss_takes_a_third_of_the_flops_without_gradients(monkeypatch, max_logits):
-    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
+def test_the_loss_takes_a_third_of_the_flops_without_gradients():
     hidden, weight, targets = example(torch.float32)
     losses = []
     flops = []
@@ -199,18 +197,13 @@ def test_the_loss_of_huge_logits_is_finite():
         assert grad.isfinite().all()
 
 
-def test_z_loss_keeps_the_normalizer_near_one(run_of):
-    ends = []
-    for z_loss in (0.0, 1.0):
-        run = run_of(
-            f"z_loss={z_loss}", "optimizer=adamw", "optimizer.lr=0.05", "schedule.warmup=1"
-        )
-        for _ in range(6):
-            take_step(run)
-        logits = run.trainer.model(run.trainer.loader(6)[0])
-        ends.append(logits.logsumexp(-1).abs().mean().item())
-    # Over 5 seeds, in fp32 and bf16: at least 5.1 without z-loss, and at most 1.02 with z-loss.
-    assert ends[1] < 0.5 * ends[0]
+def test_z_loss_changes_the_gradient_but_not_the_reported_loss(run_of):
+    plain = run_of("z_loss=0")
+    regularized = run_of("z_loss=1")
+    for run in (plain, regularized):
+        take_step(run)
+    close(regularized.meter.loss_sum, plain.meter.loss_sum)
+    assert regularized.meter.grad_norm > 1.1 * plain.meter.grad_norm
 
 
 @pytest.mark.parametrize("variant", [*EACH_MECHANISM, "gqa attention.dropout=0.5 optimizer=adamw"])
@@ -240,8 +233,7 @@ def test_a_model_with_activation_checkpointing_learns_as_one_graph(run_of):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [("mha", 64.0), ("gqa", 64.0), ("sliding_window attention.window=16", 16.0)],
+    ("overrides", "keys"), [("gqa", 64.0), ("sliding_window attention.window=16", 16.0)]
 )
 def test_whole_attention_flops_are_counted_as_in_nanogpt(overrides, keys):
     """6 N + 12 L H Q T (PaLM, 2204.02311, appendix B); T is the window if any, as in nanochat."""

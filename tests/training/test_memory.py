@@ -39,13 +39,6 @@ class FakeGPU:
         self.peak = 8 * WEIGHTS + rows.stop * self.sequence_bytes
 
 
-class Ranks(DistEnv):
-    """One of two ranks; the other rank has memory for three sequences."""
-
-    def all_reduce_min(self, number: int) -> int:
-        return min(number, 3)  # leaves 1 unchanged, which means that two sequences can be measured
-
-
 def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
     settings = settings_of("context=256", *words)
     model = torch.nn.Linear(1000, 1000, bias=False)
@@ -76,18 +69,15 @@ def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
     assert gpu.measured == [1, 1]
 
 
-def test_no_rank_measures_more_than_another_rank_can_hold(monkeypatch):
+# Whether the other rank can measure two sequences, and how many fit into its memory.
+@pytest.mark.parametrize(("other", "measured"), [((0, 1), [1, 1]), ((1, 3), [1, 1, 2])])
+def test_ranks_use_the_sizes_of_the_rank_with_the_least_memory(monkeypatch, other, measured):
     """Ranks of a sharded forward wait for each other, so all must measure the same sizes."""
-    others = iter((0, 1))  # the other rank: cannot measure two sequences, has memory for one
+    others = iter(other)
     monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
-    gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=5 * GB)
-    assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=2048") == 1
-    assert gpu.measured == [1, 1]
-
-
-def test_all_ranks_use_the_micro_batch_of_the_rank_with_the_least_memory(monkeypatch):
     gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=GB)
-    assert chosen(gpu, Ranks(0, 2, torch.device("cuda")), "batch_tokens=6144") == 3
+    assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=6144") == other[1]
+    assert gpu.measured == measured
 
 
 @pytest.mark.parametrize(

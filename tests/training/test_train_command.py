@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
 from training import evaluation, setup
-from training.environment import Environment
-from training.logger import Logger
 from training.rates import ROLES
 
 TEXT = ("data=text", "data.path=story.txt", "data.vocab_size=400")
@@ -62,16 +58,6 @@ def test_a_run_writes_all_its_files_to_its_folder(trained):
     assert "--- step 4\n" in (trained / "samples.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("losses", "is_told"), [((5, 4, 4.5), True), ((5, 4, 4.01), False)])
-def test_a_rising_held_out_loss_is_reported(tmp_path, capfd, losses, is_told):
-    lines = [f'{{"tokens": {loss}, "val_loss": {loss}}}\n' for loss in losses]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-    loader = SimpleNamespace(rows_per_epoch=1, batch_size=1)
-    alone = DistEnv(0, 1, torch.device("cpu"))
-    Logger(Environment(None, None, loader, tmp_path, alone, None, None)).plot()
-    assert ("4.500 nats" in capfd.readouterr().err) == is_told
-
-
 def test_a_run_is_resumed_with_its_saved_settings(command, trained):
     words = ("train.py", f"run_dir={trained}", "resume=true")
     resumed = command(*words, "steps=6", "schedule=cosine").succeeded()
@@ -101,20 +87,17 @@ def test_a_changed_text_or_order_of_rows_is_not_resumed(command, trained, story,
 def test_a_finished_run_is_not_sampled_or_evaluated_again(command, trained, monkeypatch):
     files = [trained / name for name in ("metrics.jsonl", "samples.txt")]
     before = [file.read_bytes() for file in files]
-    refuse = None  # a sample or an evaluation would fail
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "evaluate", refuse)
-        patch.setattr(evaluation, "stream_text", refuse)
+        patch.setattr(evaluation, "evaluate", None)
+        patch.setattr(evaluation, "stream_text", None)
         command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert [file.read_bytes() for file in files] == before
     # If the end of a file is missing, it is written again.
     for file, content in zip(files, before, strict=True):
         file.write_bytes(content[:-3])
     command("train.py", f"run_dir={trained}", "resume=true").succeeded()
-    now = [file.read_bytes() for file in files]
-    assert now[1] == before[1]
-    without_times = [re.sub(rb'"seconds": [\d.]+', b"", text) for text in (now[0], before[0])]
-    assert without_times[0] == without_times[1]
+    assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
+    assert files[1].read_bytes() == before[1]
 
 
 def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, monkeypatch):
@@ -145,11 +128,7 @@ def test_a_profile_is_written_and_its_largest_entries_are_shown(command, story):
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        ("resume=true", "run_dir=runs/NAME"),
-        ("resume=true run_dir=runs/mispelt", "runs/mispelt"),
-        ("run_dir=R", "run_dir=R"),
-    ],
+    [("resume=true run_dir=runs/mispelt", "runs/mispelt"), ("run_dir=R", "run_dir=R")],
 )
 def test_the_run_folder_is_checked_before_the_text_is_prepared(
     command, story, finished, monkeypatch, words, named
@@ -159,11 +138,6 @@ def test_the_run_folder_is_checked_before_the_text_is_prepared(
     result = command(*TRAIN, *words.split())
     assert result.code == 2 and named in result.err.splitlines()[0]
     assert config_of("R") == config_of(finished / "runs/text-tiny-gqa")
-
-
-def test_a_run_without_a_checkpoint_is_started_again(command, story):
-    Path("begun").mkdir()  # as left by a run that was killed before its first save
-    command(*TRAIN, "resume=true", "run_dir=begun").succeeded()
 
 
 def test_two_processes_report_an_error_once(tmp_path, story, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from run import compilation
-from run.distributed import DistEnv
 from tests.conftest import (
     EACH_MECHANISM,
     TINY,
@@ -21,7 +20,6 @@ from tests.conftest import (
 from tests.tools.test_evaluate import nats_of
 from tests.training.test_train_command import metrics
 from train import report, take_step
-from training import evaluation
 from training.evaluation import count_eval_tokens
 from training.parallel import configure_compiler
 from training.schedules import cosine, wsd
@@ -90,26 +88,10 @@ def test_evaluation_matches_a_loop_over_windows(run_of, eval_tokens):
     assert line["val_bpb"] == pytest.approx(bits / len(decoded), rel=1e-2)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_evaluation_tracks_gradients_only_after_compiled_training(run_of, is_compiled):
-    run = run_of()
-    run.trainer.is_compiled = is_compiled  # has an effect from the first step on
-    for step in (0, 1):
-        run.progress.step = step
-        results = []
-        hook = run.trainer.loss_module.register_forward_hook(
-            lambda module, args, out, results=results: results.append(out[0].requires_grad)
-        )
-        run.evaluator.evaluate(run.progress)
-        hook.remove()
-        assert {*results} == {is_compiled and step == 1}
-
-
 @pytest.mark.parametrize(
     "steps, eval_every, expected",
     [
         (100, 1000, 100 * 512 // 10),  # one evaluation, at the end
-        (100, 40, 40 * 512 // 10),
         (math.inf, 30, 30 * 512 // 10),
         (100, 1, 640),  # the minimum
     ],
@@ -280,55 +262,16 @@ def test_the_first_step_compiles_the_evaluation_graph_and_is_not_timed(run_of, m
 
 
 @pytest.mark.parametrize(
-    "steps, minutes, compiles",
-    [(40, None, False), (4000, None, True), (4000, 1, False), (math.inf, 10, True)],
+    "steps, minutes, missing, compiles",
+    [
+        (40, None, None, False),
+        (4000, None, None, True),
+        (4000, None, "a compiler", False),
+        (4000, 1, None, False),
+        (math.inf, 10, None, True),
+    ],
 )
-def test_only_long_runs_are_compiled_automatically(monkeypatch, steps, minutes, compiles):
-    monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: None)
+def test_only_long_runs_are_compiled_automatically(monkeypatch, steps, minutes, missing, compiles):
+    monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: missing)
     is_long = compilation.is_long_run(steps, minutes)
     assert compilation.pick_compile("auto", torch.device("cpu"), is_long) == compiles
-
-
-@pytest.mark.parametrize("missing", [None, "a compiler"])
-def test_a_run_is_compiled_automatically_only_with_a_compiler(run_of, monkeypatch, missing):
-    monkeypatch.setattr(compilation, "missing_for_compilation", lambda device: missing)
-    run = run_of("compile=auto", "steps=4000")
-    assert run.trainer.is_compiled == (missing is None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_compiled", "sizes"),
-    [("cpu", True, [4, 4]), ("cuda", True, [1, 4]), ("cuda", False, [4, 4])],
-)
-def test_an_evaluation_before_compilation_uses_little_memory_on_a_gpu(
-    run_of, monkeypatch, kind, is_compiled, sizes
-):
-    run = run_of("micro_batch=4")
-    run.trainer.is_compiled = is_compiled
-    run.evaluator.ranks = DistEnv(0, 1, torch.device(kind))
-    found = []
-    monkeypatch.setattr(evaluation, "evaluate", lambda *args, **_: found.append(args[4]))
-    for step in (0, 1):
-        run.progress.step = step
-        run.evaluator.evaluate(run.progress)
-    assert found == sizes
-
-
-def test_only_one_rank_samples_unless_the_model_is_sharded(run_of, monkeypatch):
-    """Ranks on different hardware might generate texts of different lengths."""
-    run = run_of()
-    take_step(run)
-    samples = run.env.run_dir / "samples.txt"
-    with monkeypatch.context() as patch:
-        patch.setattr(type(run.trainer.ranks), "on_rank0", lambda *_: "from rank 0")
-        run.evaluator.sample(run.progress)
-        assert samples.read_text(encoding="utf-8").count("from rank 0") == 1
-        run.env.settings.sharded = True
-        patch.setattr(run.evaluator, "generate", lambda seed: "from all ranks")
-        run.evaluator.sample(run.progress)
-        assert samples.read_text(encoding="utf-8").count("from all ranks") == 1
-    run.env.settings.sharded = False
-    # A signal to this rank ends the text early, without waiting for other ranks.
-    run.env.signals.received = 75
-    monkeypatch.setattr(run.env.signals, "agree", None)
-    assert len(run.evaluator.generate(seed=0).split()) <= evaluation.SIGNAL_INTERVAL
