@@ -22,6 +22,13 @@ def test_slice_bins_end_at_powers_of_two():
     assert names[127:] == ["65-128", *["129-256"] * 2]
 
 
+def test_repeated_bigrams_are_detected():
+    #          a  b  c  a  b  a  b  c  d
+    text = torch.tensor([[3, 4, 5, 3, 4, 3, 4, 5, 6], [6, 6, 6, 3, 4, 6, 3, 6, 6]])
+    is_repeated = text_cells(text[:, :-1], text[:, 1:]) // NUM_BINS
+    assert is_repeated.tolist() == [[0, 0, 0, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1, 0, 1]]
+
+
 def test_slice_losses_match_losses_computed_from_logits(run_of):
     run = run_of()
     tokens = run.env.corpus.validation

@@ -13,7 +13,6 @@ import yaml
 
 from data.tokenizer import Tokenizer
 from inference.text import generate_text
-from run import checkpoint
 from run.checkpoint import load_model
 from run.distributed import DistEnv
 from tests.conftest import LONG, ROOT, SHORT, TINY
@@ -169,24 +168,11 @@ def test_a_run_starts_from_another_run_and_does_not_depend_on_it(command, traine
 
 
 def test_a_run_can_start_with_a_different_context(command, trained):
-    words = (f"init_from={trained}", *TEXT[:2], "device=cpu")
+    words = (f"init_from={trained}", "data=recall", "data.pairs=[2,4]", "device=cpu")
     for more, context in ((), 64), (("context=32",), 32):
         settings, start, _ = setup.read_settings([*words, *more])
-        assert settings.context == settings.model["context"] == context
+        assert settings.context == settings.model["context"] == settings.data["context"] == context
         assert start.pretrained == trained / "checkpoints/step-00000004"
-
-
-def test_a_task_run_can_start_from_another_task_run(command):
-    words = (*TINY[1:], *SHORT, "data=recall", "data.pairs=[4]", "optimizer.lr=0.001")
-    command("train.py", *words, "model=tiny", "data.vocab_size=64", "run_dir=first").succeeded()
-    # If no context is given, rows have the length of the model's context.
-    more = [word for word in words if not word.startswith("context=")]
-    more += ["init_from=first", "run_dir=second"]
-    command("train.py", *more, "data.vocab_size=64").succeeded()
-    config = checkpoint.load_config(checkpoint.find_model("second"))
-    assert config["context"] == config["model"]["context"] == config["data"]["context"] == 64
-    refused = command("train.py", *more, "data.vocab_size=65", "run_dir=third")
-    assert refused.code == 2 and "fix: data.vocab_size=64" in refused.err
 
 
 def test_running_out_of_memory_is_reported_in_one_line(command, story, monkeypatch):
