@@ -4,14 +4,42 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from run.instantiate import instantiate
-from tests.conftest import close, redraw, settings_of
+from tests.conftest import close, redraw, settings_of, weights
 from train import take_step
 from training import optimizers
 from training.optimizers import Muon, adamw, muon
 from training.rates import Reference
+
+
+def sgd(model: nn.Module, *, lr: float):
+    """An optimizer that this repository does not include."""
+    return [SGD(model.parameters(), lr=lr, momentum=0.9)]
+
+
+def test_any_optimizer_of_torch_resumes_bit_for_bit(run_of, monkeypatch):
+    # Add it to training/optimizers.py.
+    monkeypatch.setattr(sgd, "__module__", "training.optimizers")
+    monkeypatch.setattr(optimizers, "sgd", sgd, raising=False)
+    overrides = (
+        "optimizer=adamw",
+        "~optimizer.betas",
+        "~optimizer.weight_decay",
+        "~optimizer.reference",
+        "optimizer._target_=training.optimizers.sgd",
+        "optimizer.lr=0.1",
+    )
+    run = run_of(*overrides, folder="run")
+    for _ in range(2):
+        take_step(run)
+    run.checkpointer.save(run.progress)
+    resumed = run_of(*overrides, "resume=true", folder="run")
+    for each in (run, resumed):
+        take_step(each)
+    close(weights(resumed), weights(run), rtol=0, atol=0)
 
 
 def test_a_resumed_run_uses_the_new_learning_rate(run_of):
