@@ -147,7 +147,7 @@ def test_full_attention_recalls_all_values_and_a_window_recalls_only_nearby_valu
     """64 tokens and 4 pairs, as in Zoology's figure 2, with a convolution before each attention."""
     words = ("data=recall", "context=64", "data.pairs=[4]", "ffn=none", "model.dim=64")
     words = (*words, "model.depth=2", "model.heads=1", "device=cpu", "attention=conv")
-    words = (*words, "attention.kv_heads=1", "batch_tokens=16384", "steps=1000", "max_minutes=null")
+    words = (*words, "attention.kv_heads=1", "batch_tokens=2048", "steps=1000", "max_minutes=null")
     last = {}
     for name, chosen in (("full", []), ("short", ["attention.window=4"])):
         intervals = ("save_every=1000", "sample_every=1000", f"name={name}")

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.checkpoint import load_model
-from tests.conftest import assert_greedy, close, continued, saved, tree_of
+from tests.conftest import VARIANTS, assert_greedy, close, continued, saved, tree_of
 from tests.tools.families import NASTY, sentence_pieces
+from tests.tools.test_parity import CLASSES
 from tools.export_hf import describe_misreadings
 from tools.formats import architectures
 from tools.formats.hf_config import IMPORTED, choose_architecture, to_hf_config
@@ -40,6 +41,14 @@ def test_a_model_without_a_transformers_class_is_refused(variant, option):
     with pytest.raises(ValueError) as error:
         to_hf_config(tree_of(*variant.split()))
     assert option in str(error.value)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_preset_is_exported_or_refused_with_a_fix(variant):
+    try:
+        to_hf_config(tree_of(variant))
+    except ValueError as error:
+        assert variant not in CLASSES and str(error).count(". fix: ") == 1
 
 
 def test_an_option_that_no_class_supports_is_refused_unless_it_is_off():
