@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from data.prepare import prepare
 from data.tokenizer import Tokenizer
 from run import checkpoint
 from run.signals import Signals
-from tests.conftest import LONG, ROOT, TINY
-from tests.faults.harness import Action, count_lines, finish, forked, source, start, wait_for
+from tests.conftest import ROOT, TINY
+from tests.faults.harness import Action, count_lines, forked, source, wait_for
 from tests.run.forks import ranks
 from training import evaluation, trainer
 from training.logger import Logger
@@ -27,7 +26,7 @@ SAMPLE = (evaluation, "stream_text")
 SAVE = (checkpoint, "save")
 
 
-def sending(number: int, where: tuple[object, str], call: int, again: bool = False) -> Action:
+def sending(number: int, where: tuple[object, str], call: int) -> Action:
     """Make this process send itself a signal at the given call of a function."""
 
     def patch() -> None:
@@ -37,7 +36,7 @@ def sending(number: int, where: tuple[object, str], call: int, again: bool = Fal
 
         def noisy(*arguments, **named):
             calls.append(name)
-            if len(calls) == call or (again and len(calls) > call):
+            if len(calls) == call:
                 os.kill(os.getpid(), number)
             return wrapped(*arguments, **named)
 
@@ -46,21 +45,17 @@ def sending(number: int, where: tuple[object, str], call: int, again: bool = Fal
     return patch
 
 
-# The signal comes in one call of a function; the last checkpoint then has a certain step.
 @pytest.mark.parametrize(
     ("number", "where", "call", "step"),
     [
         (signal.SIGTERM, STEP, 3, 3),
-        (signal.SIGUSR1, EVALUATION, 1, 2),
         (signal.SIGINT, EVALUATION, 2, 4),
         (signal.SIGTERM, SAMPLE, 1, 2),
-        (signal.SIGINT, SAVE, 1, 2),
         (signal.SIGUSR1, SAVE, 2, 2),  # before a sample
         (signal.SIGTERM, SAVE, 4, 4),
     ],
 )
 def test_a_signal_saves_and_ends_a_run(job, whole, number, where, call, step, capfd):
-    job.fresh()
     assert forked(job, sending(number, where, call)) == CODES[number]
     assert job.checkpoints[-1].name == f"step-{step:08d}"
     assert "resume=true" in capfd.readouterr().err
@@ -69,14 +64,12 @@ def test_a_signal_saves_and_ends_a_run(job, whole, number, where, call, step, ca
 
 
 def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole):
-    job.fresh()
     assert forked(job, sending(signal.SIGTERM, STEP, 1)) == 75
     assert job.checkpoints == []
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
 def test_a_second_ctrl_c_ends_a_run_immediately(job, whole):
-    job.fresh()
     noisy = sending(signal.SIGINT, STEP, 3)
     assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "save_file"), 3)) == 130
     assert job.leftovers() == ["step-00000001", "step-00000002"]  # the checkpoints are kept
@@ -89,7 +82,6 @@ def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
         os.close(reader)
         os.dup2(writer, 2)
 
-    job.fresh()
     noisy = sending(signal.SIGINT, STEP, 3)
     assert forked(job, close_errors, noisy) == CODES[signal.SIGINT]
     assert job.checkpoints[-1].name == "step-00000003"
@@ -97,48 +89,30 @@ def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
 
 
 def test_a_repeated_signal_saves_a_run_only_once(job, whole):
-    job.fresh()
-    assert forked(job, sending(signal.SIGTERM, STEP, 3, again=True)) == 75
+    noisy = sending(signal.SIGTERM, STEP, 3)
+    assert forked(job, noisy, sending(signal.SIGTERM, SAVE, 3)) == 75
     assert job.checkpoints[-1].name == "step-00000003"
 
 
 def test_a_signal_after_the_last_step_ends_a_run_immediately(job, whole, capfd):
-    job.fresh()
     assert forked(job, sending(signal.SIGINT, (Logger, "plot"), 1)) == 130
     assert "saving after" not in capfd.readouterr().err
     assert forked(job) == 0 and job.curve() == whole.curve()
 
 
 @pytest.mark.parametrize(
-    ("number", "owner", "name"),
+    ("number", "where"),
     [
-        (signal.SIGINT, preparation, "tokenizer_texts"),
-        (signal.SIGTERM, Tokenizer, "encode_documents"),
+        (signal.SIGINT, (preparation, "tokenizer_texts")),
+        (signal.SIGTERM, (Tokenizer, "encode_documents")),
     ],
 )
-def test_a_signal_interrupts_data_preparation(
-    tmp_path, story, monkeypatch, number, owner, name, capfd
-):
-    began, there = os.pipe()
-    usual = getattr(owner, name)
-
-    def waiting(*arguments) -> object:
-        os.write(there, b"x")
-        # A single long sleep would continue if a different thread received the signal.
-        for _ in range(100 * LONG):
-            time.sleep(0.01)
-        return usual(*arguments)
-
+def test_a_signal_interrupts_data_preparation(tmp_path, story, number, where):
     def preparing() -> None:
         with Signals():
             prepare(source(story), tmp_path / "cache")
 
-    monkeypatch.setattr(owner, name, waiting)
-    pid = start(preparing)
-    os.read(began, 1)
-    os.kill(pid, number)
-    assert finish(pid) == CODES[number]
-    assert capfd.readouterr().err.count("error: stopped") == 1
+    assert forked(preparing, sending(number, where, 1)) == CODES[number]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
