@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,6 @@ def cut(path: Path, draw: random.Random) -> None:
     os.truncate(path, draw.randrange(path.stat().st_size))
 
 
-def empty(path: Path, _: random.Random) -> None:
-    os.truncate(path, 0)
-
-
 def delete(path: Path, _: random.Random) -> None:
     path.unlink()
 
@@ -49,7 +44,6 @@ def swap(path: Path, draw: random.Random) -> None:
 @pytest.fixture
 def spoiled(job, whole):
     """A function that returns a fresh copy of the uninterrupted run, which tests then damage."""
-    job.root.mkdir()
 
     def renew() -> Job:
         shutil.rmtree(job.root / "run", ignore_errors=True)
@@ -59,29 +53,21 @@ def spoiled(job, whole):
     return renew
 
 
-@pytest.mark.parametrize(
-    ("ways", "tries"), [([flip], 400), ([cut, empty, delete, swap], 100)], ids=["bits", "files"]
-)
-def test_a_changed_checkpoint_is_never_loaded(spoiled, ways, tries):
+@pytest.mark.parametrize("way", [flip, cut, delete, swap])
+def test_a_changed_checkpoint_is_never_loaded(spoiled, way):
     draw = random.Random(0)
-    job = spoiled()
-    for number in range(tries):
+    for _ in range(60):
+        job = spoiled()
         files = [path for folder in job.checkpoints for path in sorted(folder.iterdir())]
         path = draw.choice(files)
         before = path.read_bytes()
-        way = ways[number % len(ways)]
         way(path, draw)
-        damage = f"{way.__name__} of {path}"
         is_same = path.is_file() and path.read_bytes() == before
         try:
-            assert checkpoint.newest_checkpoint(job.root / "run") != path.parent or is_same, damage
+            assert checkpoint.newest_checkpoint(job.root / "run") != path.parent or is_same, path
         except IntegrityError:
-            assert way is swap, damage  # which may damage both checkpoints
-        assert path.parent.exists(), damage
-        if way in (flip, cut, empty):
-            path.write_bytes(before)
-        else:  # other files were also damaged
-            job = spoiled()
+            assert way is swap, path  # which may damage both checkpoints
+        assert path.parent.exists(), path
 
 
 def test_a_damaged_checkpoint_is_skipped_and_kept(spoiled, whole, capfd):
@@ -164,36 +150,12 @@ def test_no_training_state_is_executed_or_loaded_into_another_model(spoiled, tmp
         assert not canary.exists()
 
 
-@pytest.fixture
-def manifest(tmp_path) -> Path:
-    with checkpoint.atomic_directory(tmp_path / "folder") as folder:
-        for name in ("model.safetensors", "config.json"):
-            (folder / name).write_bytes(name.encode())
-    return tmp_path / "folder" / "manifest.json"
-
-
-def test_every_flipped_bit_of_a_manifest_is_detected(manifest):
-    content = manifest.read_bytes()
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        manifest.write_bytes(flipped)
-        with pytest.raises(IntegrityError):
-            checkpoint.verify(manifest.parent, "")
-
-
-def test_a_manifest_of_an_earlier_version_is_read(manifest):
+def test_a_manifest_of_an_earlier_version_is_read(spoiled):
     """Its last line was its own hash."""
-    content = manifest.read_bytes() + b"\n"
-    manifest.write_bytes(content + sha256(content).hexdigest().encode() + b"\n")
-    assert len(checkpoint.verify(manifest.parent, "")) == 2
-
-
-def test_a_deeply_nested_manifest_is_reported_as_damage(tmp_path):
-    body = 100_000 * b"[" + b"\n"
-    (tmp_path / "manifest.json").write_bytes(body)
-    with pytest.raises(IntegrityError):
-        checkpoint.verify(tmp_path, "none")
+    newest = spoiled().checkpoints[-1]
+    with (newest / "manifest.json").open("a", encoding="utf-8") as file:
+        file.write(f"\n{64 * '0'}\n")
+    assert checkpoint.newest_checkpoint(newest.parents[1]) == newest
 
 
 def test_a_damaged_corpus_is_refused(tmp_path, story):
@@ -203,7 +165,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, story):
     shutil.copytree(folder, tmp_path / "good")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", "tokenizer.model", "train-00000.bin", "validation-00000.bin"]
-    for way in (flip, cut, empty, delete):
+    for way in (flip, cut, delete):
         for name in names:
             way(folder / name, draw)
             with pytest.raises(IntegrityError):

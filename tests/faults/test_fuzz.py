@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import signal
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -56,24 +55,16 @@ def compose_and_build(words: list[str]) -> None:
 
 
 def exit_code(take: Callable, argument: object) -> int | None:
-    """Call a function as a command does; return its exit code, or None for an unexpected error.
-
-    A call that takes over 20 seconds is also an error.
-    """
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(20)
+    """Call a function as a command does; return its exit code, or None for an unexpected error."""
     try:
         with errors.report_errors(), errors.user_input():
             take(argument)
         return 0
     except SystemExit as end:
-        return None if end.code == errors.INTERRUPTED else end.code
+        return end.code
     except Exception:
         traceback.print_exc()
         return None
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.parametrize(("cases", "seed"), seeds(15, 500))
@@ -93,16 +84,7 @@ def test_any_config_is_accepted_or_refused_with_a_message(
     assert not list(tmp_path.iterdir())
 
 
-def damage(raw: bytes, draw: random.Random) -> bytes:
-    """Change up to three bytes, or keep only the beginning."""
-    raw = bytearray(raw)
-    for _ in range(draw.randint(0, 3)):
-        raw[draw.randrange(len(raw))] = draw.randrange(256)
-    return raw[: draw.choice([len(raw), draw.randrange(len(raw))])]
-
-
-HOSTILE_NUMBERS = (None, True, -1, 0, 2, 10**30, 0.5, 1e300)
-HOSTILE = (*HOSTILE_NUMBERS, "", "x", "\ud800", "deep", [], {}, [[]], {"a": 1})
+HOSTILE = (None, True, -1, 0, 10**30, 0.5, 1e300, "", "x", "\ud800", "deep", [], {}, [[]])
 
 
 def spoil(content, draw: random.Random):
@@ -116,11 +98,15 @@ def spoil(content, draw: random.Random):
 
 
 def spoil_file(path: Path, draw: random.Random) -> None:
-    raw = path.read_bytes()
-    if path.suffix == ".json" and draw.random() < 0.9:
+    """Replace a value in JSON; change a byte of another file, or keep only the beginning."""
+    raw = bytearray(path.read_bytes())
+    at = draw.randrange(len(raw))
+    if path.suffix == ".json":
         raw = json.dumps(spoil(json.loads(raw), draw)).replace('"deep"', 2000 * "[").encode()
+    elif draw.random() < 0.5:
+        raw[at] ^= 1 << draw.randrange(8)
     else:
-        raw = damage(raw, draw)
+        raw = raw[:at]
     path.write_bytes(raw)
 
 
