@@ -24,4 +24,6 @@ def whole(corpus, tmp_path_factory):
 @pytest.fixture
 def job(corpus, whole, tmp_path):
     """A new run; `whole` has run in this process, so everything is imported."""
-    return Job(corpus, tmp_path / "job")
+    job = Job(corpus, tmp_path / "job")
+    job.fresh()
+    return job

@@ -73,13 +73,12 @@ class Job:
         settings.resume = run.exists()
         settings.model["vocab_size"] = self.corpus.tokenizer.vocab_size
         begin = setup.Start()
-        with errors.report_errors(), errors.user_input():
+        with errors.report_errors():
             if settings.resume and folder.has_checkpoint(run):
                 begin = setup.Start(checkpoint.newest_checkpoint(run))
                 saved = checkpoint.load_config(begin.resumed)
                 with mock.patch.object(folder, "compose", lambda words: settings_of(*words)):
-                    settings, changes = folder.resume_settings([*words], saved, run)
-                print(*changes, sep="\n", file=sys.stderr)
+                    settings, _ = folder.resume_settings([*words], saved, run)
         loader = Loader(
             self.corpus.train,
             context=CONTEXT,

@@ -30,50 +30,19 @@ def one_step_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "precision"),
+    "words",
     [
-        ("micro_batch=1", torch.float32),
-        ("", torch.bfloat16),
-        ("optimizer=adamw eval_every=100", torch.float32),
-        ("attention=value_residual activation_checkpointing=true z_loss=0.1", torch.bfloat16),
+        "precision=fp32 micro_batch=1",
+        "precision=fp32 optimizer=adamw eval_every=100",
+        "precision=bf16 attention=value_residual activation_checkpointing=true z_loss=0.1",
     ],
 )
-def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_run(
-    job, words, precision, monkeypatch
-):
-    cast = trainer.hardware.autocast
-    monkeypatch.setattr(trainer.hardware, "autocast", lambda device, _: cast(device, precision))
+def test_a_run_interrupted_after_every_step_equals_an_uninterrupted_run(job, words):
     train = job.with_words(*words.split())
-    job.fresh()
     assert forked(train) == 0
     expected = job.curve()
     job.fresh()
     assert [forked(train, one_step_only) for _ in range(4)] == [75] * 4
-    assert forked(train) == 0
-    assert job.curve() == expected
-
-
-def killed_in_step(number: int) -> None:
-    """Send SIGKILL after computing the gradients of this step."""
-    compute = trainer.Trainer.compute_gradients
-
-    def kill(self, step, micro_batch_size):
-        losses = compute(self, step, micro_batch_size)
-        if step + 1 == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return losses
-
-    trainer.Trainer.compute_gradients = kill
-
-
-def test_a_run_killed_between_two_saves_equals_an_uninterrupted_run(job):
-    train = job.with_words("steps=6", "save_every=3")
-    job.fresh()
-    assert forked(train) == 0
-    expected = job.curve()
-    job.fresh()
-    assert forked(train, lambda: killed_in_step(5)) == -signal.SIGKILL
-    assert [path.name for path in job.checkpoints] == ["step-00000003"]
     assert forked(train) == 0
     assert job.curve() == expected
 
@@ -92,15 +61,15 @@ def spoiled_in_step(number: int) -> None:
     trainer.Trainer.accumulate = spoil
 
 
-def test_a_diverged_run_resumes_from_its_last_checkpoint(job, capfd):
-    train = job.with_words("steps=6", "save_every=2")
-    job.fresh()
+def test_a_run_that_ends_between_two_saves_equals_an_uninterrupted_run(job, capfd):
+    """Step 4 is in its metrics but not in a checkpoint."""
+    train = job.with_words("steps=6", "save_every=3")
     assert forked(train) == 0
     expected = job.curve()
     job.fresh()
-    assert forked(train, lambda: spoiled_in_step(3)) == 4
-    assert "step 3" in capfd.readouterr().err
-    assert [path.name for path in job.checkpoints] == ["step-00000002"]
+    assert forked(train, lambda: spoiled_in_step(5)) == 4
+    assert "step 6" in capfd.readouterr().err
+    assert [path.name for path in job.checkpoints] == ["step-00000003"]
     assert forked(train) == 0
     assert job.curve() == expected
 
@@ -108,7 +77,6 @@ def test_a_diverged_run_resumes_from_its_last_checkpoint(job, capfd):
 def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
     train = job.with_words("steps=100", "max_minutes=1")
     monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (4, True))
-    job.fresh()
     assert forked(train, one_step_only) == 75
     monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (7, True))
     assert forked(train) == 0
@@ -117,7 +85,6 @@ def test_resume_keeps_the_fitted_number_of_steps(job, monkeypatch):
 
 def test_a_time_limit_that_is_set_after_an_exact_number_of_steps_is_obeyed(job, monkeypatch):
     monkeypatch.setattr(TimeBudget, "estimate", lambda self, progress: (6, True))
-    job.fresh()
     assert forked(job.with_words("steps=100", "max_minutes=1"), one_step_only) == 75
     assert forked(job.with_words("steps=50", "max_minutes=null"), one_step_only) == 75
     assert forked(job.with_words("steps=50", "max_minutes=1")) == 0
@@ -170,7 +137,6 @@ def test_a_run_killed_after_its_last_save_resumes_without_training(job, whole, c
     def without_steps() -> None:
         trainer.Trainer.step = None
 
-    job.fresh()
     assert forked(job, killed_at_the_end) == -signal.SIGKILL
     assert forked(job, without_steps) == 0
     assert job.curve() == whole.curve()
@@ -179,7 +145,6 @@ def test_a_run_killed_after_its_last_save_resumes_without_training(job, whole, c
 
 
 def test_evaluation_sampling_and_logging_do_not_change_training(job, whole):
-    job.fresh()
     often = ("eval_every=1", "sample_every=3", "log_every=1", "save_every=4")
     assert forked(job.with_words(*often)) == 0
     assert job.curve()[-1] == whole.curve()[-1]
@@ -192,7 +157,6 @@ BEGAN = ("model=tiny", "attention=mqa", "optimizer=adamw", "optimizer.lr=0.01", 
     ("typed", "changed"),
     [
         ("", ""),
-        (" ".join(BEGAN), ""),
         ("optimizer=adamw", "optimizer.lr"),
         ("schedule=cosine", "schedule._target_ schedule.cooldown schedule.floor schedule.warmup"),
         ("steps=9 precision=fp32 clip=null", "clip precision steps"),
@@ -219,12 +183,10 @@ def test_a_resumed_run_has_its_saved_settings_and_the_allowed_changes(typed, cha
     [
         ("seed=0", "seed"),
         ("batch_tokens=512", "batch_tokens"),
-        ("model=small", "model.dim"),
         ("attention.kv_heads=2", "attention.kv_heads"),
         ("data=recall", "data._target_"),
         ("optimizer=muon", "optimizer._target_"),
         ("init_from=other", "init_from"),
-        ("experiment=tinystories", "data._target_"),
     ],
 )
 def test_a_resumed_run_refuses_any_other_change(typed, key):

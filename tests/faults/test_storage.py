@@ -18,7 +18,6 @@ from tests.faults.harness import at_most, forked
 def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
     """Either the first file that is written does not fit, or only the largest file does not."""
     assert room < (whole.checkpoints[-1] / "model.safetensors").stat().st_size
-    job.fresh()
     assert forked(job.with_words("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     assert capfd.readouterr().err.count("\nerror: ") == 1
@@ -38,14 +37,12 @@ def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, who
     def fill_disk() -> None:
         Path.open = full
 
-    job.fresh()
     assert forked(job, fill_disk) == 0
     assert capfd.readouterr().err.count("training continues") == 1
     assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
 
 
 def test_a_metrics_line_is_written_completely_or_not_at_all(job):
-    job.fresh()
     words = ("steps=40", "log_every=1", "save_every=40", "eval_every=40")
     assert forked(job.with_words(*words), at_most(4000)) == 74  # standard error is also limited
     lines = (job.root / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -54,7 +51,6 @@ def test_a_metrics_line_is_written_completely_or_not_at_all(job):
 
 
 def test_only_one_run_can_use_a_folder(job, capfd):
-    job.fresh()
     assert forked(job.with_words("steps=2")) == 0
     files = [path for path in job.root.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
