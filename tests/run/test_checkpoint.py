@@ -2,15 +2,14 @@
 
 import errno
 import math
+import re
 from pathlib import Path
 from shutil import copytree
 from unittest.mock import Mock
-from zipfile import ZipFile
 
 import pytest
 
-from run import checkpoint, errors
-from run.checkpoint import load_model
+from run import checkpoint
 from run.errors import IntegrityError
 from run.instantiate import instantiate
 from tests.conftest import saved, tree_of
@@ -18,8 +17,7 @@ from train import take_step
 
 
 @pytest.mark.parametrize(("key", "file"), [("loss_sum", "state.pt"), ("machine", "config.json")])
-def test_a_key_missing_from_a_checkpoint_is_reported(run_of, capsys, monkeypatch, key, file):
-    """The exit code is 3, and the message does not call the file unreadable."""
+def test_a_key_missing_from_a_checkpoint_is_reported(run_of, monkeypatch, key, file):
     save = checkpoint.save
 
     def save_without_key(run_dir, step, weights, config, tokenizer, state) -> Path:
@@ -31,28 +29,18 @@ def test_a_key_missing_from_a_checkpoint_is_reported(run_of, capsys, monkeypatch
     first = run_of(folder="cut")
     take_step(first)
     first.checkpointer.save(first.progress)
-    with pytest.raises(SystemExit) as end, errors.report_errors():
+    with pytest.raises(IntegrityError, match=rf"{re.escape(file)}.*{key}"):
         run_of("resume=true", folder="cut")
-    told = capsys.readouterr().err
-    assert end.value.code == 3 and told.count("error: ") == 1, told
-    assert file in told and key in told
 
 
-@pytest.mark.parametrize(
-    ("broken", "bug"),
-    [
-        ("model.attention.softmax.SoftmaxAttention.attend", TypeError),
-        ("training.meter.Meter.restore", TypeError),
-    ],
-)
-def test_a_bug_is_not_reported_as_damage(run_of, monkeypatch, broken, bug):
-    first = run_of(folder="cut")
-    take_step(first)
-    first.checkpointer.save(first.progress)
-    monkeypatch.setattr(broken, Mock(side_effect=bug))
-    with pytest.raises(bug):
-        load_model(checkpoint.newest_checkpoint(first.env.run_dir), "cpu")
-        run_of("resume=true", folder="cut")
+def test_a_bug_is_not_reported_as_damage(run_of, monkeypatch):
+    run = run_of()
+    take_step(run)
+    run.checkpointer.save(run.progress)
+    attend = "model.attention.softmax.SoftmaxAttention.attend"
+    monkeypatch.setattr(attend, Mock(side_effect=TypeError))
+    with pytest.raises(TypeError):
+        checkpoint.load_model(checkpoint.newest_checkpoint(run.env.run_dir), "cpu")
 
 
 def test_two_checkpoints_are_kept_and_the_newest_intact_one_is_loaded(run_of, capsys):
@@ -97,15 +85,13 @@ def test_missing_and_surplus_weights_are_refused(run_of, depth):
         checkpoint.load_weights(instantiate(tree), checkpoint.newest_checkpoint(run.env.run_dir))
 
 
-@pytest.mark.parametrize(("optimizer", "value"), [("muon", math.nan), ("adamw", math.inf)])
-def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
-    run = run_of(f"optimizer={optimizer}")
-    take_step(run)
+def test_a_loss_that_was_not_finite_is_never_saved(run_of):
+    run = run_of()
     forward = run.trainer.parallel
 
     def spoiled(*batch) -> tuple:
         objective, metrics = forward(*batch)
-        return value * objective, {name: value * x for name, x in metrics.items()}
+        return math.nan * objective, {name: math.nan * x for name, x in metrics.items()}
 
     run.trainer.parallel = spoiled
     take_step(run)
@@ -115,9 +101,6 @@ def test_non_finite_values_are_never_saved(run_of, optimizer, value, capsys):
         with pytest.raises(SystemExit) as end:
             action(run.progress)
         assert end.value.code == 4
-        problem = capsys.readouterr().err
-        assert "step 3" in problem
-        assert "resume=true" not in problem  # there is no checkpoint
     assert not [*run.env.run_dir.glob("checkpoints/*")]
 
 
@@ -133,23 +116,6 @@ def test_values_that_an_update_made_non_finite_are_never_saved(run_of, part):
         run.checkpointer.save(run.progress)
     assert end.value.code == 4
     assert not [*run.env.run_dir.glob("checkpoints/*")]
-
-
-# An empty pickle, and pickles whose storage id is a number or names a class that is not a storage.
-PICKLES = (
-    b"",
-    b"\x80\x02K\x01Q.",
-    b"\x80\x02(X\x07\0\0\0storageccollections\nOrderedDict\nX\x01\0\0\0aX\x03\0\0\0cpuK\x01tQ.",
-)
-
-
-@pytest.mark.parametrize("pickled", PICKLES)
-def test_a_hostile_pickle_is_reported_as_damage(tmp_path, pickled):
-    with ZipFile(tmp_path / "state.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/version", "3\n")
-    with pytest.raises(IntegrityError, match=r"state\.pt"):
-        checkpoint.load_state(tmp_path, ["step"])
 
 
 def test_a_model_is_found_without_reading_the_training_state(tmp_path, tokenizer):

@@ -23,13 +23,9 @@ attention=mla attention.window=4                    1  attention.window
 hydra.run.dir=mine                                  1  hydra.run.dir
 attention=gdn +attention.kinds.recurrent.window=8   1  attention.kinds.recurrent.window
 attention=gqq                                       1  attention
-attention=null                                      1  attention
 attention=../attention/gqa                          1  attention
-attention=[gqa,mla]                                 1  attention
 attention=gqa,mqa                                   1  tools.compare
-seed=range(3)                                       1  tools.compare
 steps=1,000                                         1  steps
-steps=${stepps}                                     1  stepps
 data=text data.path=a data.separator=it's           1  data.separator
 # Words that are not KEY=VALUE.
 optimizer.lr                                        2  optimizer.lr
@@ -40,17 +36,13 @@ model.vocab_size=512                                2  data.vocab_size
 model.attention.window=5                            2  model.attention
 # Types and ranges of keys and of options.
 micro_batch=0                                       2  micro_batch
-device=gpu                                          2  device
 compile=yes                                         2  compile
 steps=1.5                                           2  steps
 seed=true                                           2  seed
 max_minutes=inf                                     2  max_minutes
 name=a/b                                            2  name
-name=None                                           2  name
-init_from=                                          2  init_from
 optimizer.lr=nan                                    2  optimizer.lr
 optimizer.betas=[0.9,-1]                            2  optimizer.betas
-optimizer.reference.tokens=0                        2  optimizer.reference.tokens
 attention.sink=no                                   2  attention.sink
 attention.window=9.5                                2  attention.window
 attention.rope_scaling={_target_:model.rope.YaRN}   2  attention.rope_scaling
@@ -58,16 +50,9 @@ attention._target_=os.system                        2  os.system
 attention._target_=model.layers.torch.load          2  model.layers.torch.load
 # Values that a class refuses.
 data=recall data.pairs=[4,4]                        2  data.pairs
-optimizer=adamw optimizer.betas=[0.9]               2  optimizer.betas
 attention.kv_heads=3                                2  kv_heads
-attention.rope_fraction=2                           2  rope_fraction
 attention=mla attention.rope_dim=3                  2  attention.rope_dim
-attention=mla attention.rank=100000                 2  attention.rank
-attention=local_global attention.pattern=[]         2  attention.pattern
 attention=nope attention.pattern=[rope,hope]        2  hope
-attention=dsa attention.index_dim=3                 2  attention.index_dim
-attention=retention model.dim=100 model.heads=4     2  heads
-attention=shared_kv attention.share=all             2  attention.share
 model.heads=3                                       2  heads
 ffn.activation=gleu                                 2  ffn.activation
 # Combinations.
@@ -113,7 +98,6 @@ def test_all_out_of_range_values_are_reported_at_once(capfd):
     ("typed", "suggested"),
     [
         ("attnetion", "attention"),  # a group
-        ("contxt", "context"),
         ("model.hiden", "model.hidden"),
         ("model.head", "model.heads"),  # in the same group, not optimizer.reference.head
         ("attention.heads", "model.heads"),  # the same name elsewhere, not attention.kv_heads
@@ -181,10 +165,8 @@ def test_a_comma_in_a_data_path_does_not_separate_variants(command, story):
 COMPARED = """
 attention=gqa,mhaa                   1  mhaa
 attention=gqa,mha seeds=0,1          1  seeds
-attention=gqa,mha steps=-1           2  steps
 attention=gqa,mha --seed 0,1         2  --seed
 run_dir=mine attention=gqa,mqa       2  run_dir
-gqa mha                              2  gqa
 """
 
 
@@ -198,7 +180,6 @@ def test_invalid_comparison_overrides_are_refused_by_name(command, typed, code, 
 
 TEXTS = """
 data=text data.path=absent.txt                                           absent.txt
-data=text data.path=empty.txt                                            empty.txt
 data=text data.path=latin.txt                                            latin.txt
 data=text data.path=story.txt data.vocab_size=400 batch_tokens=65536     65
 data=text data.path=story.txt data.vocab_size=260                        260
@@ -209,7 +190,6 @@ data=tinystories                                                         TinySto
 
 @pytest.mark.parametrize(("overrides", "named"), cases(TEXTS))
 def test_a_text_that_cannot_be_used_is_refused_by_name(command, story, overrides, named):
-    Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"cafe \xff")
     result = command("train.py", *TINY, "steps=2", *overrides.split())
     assert (result.code, result.out) == (2, "")
@@ -222,27 +202,16 @@ GENERATED = """
 a --run absent                     absent
 --seed 1                           prompt
 a --prompt-file latin.txt          --prompt-file
-a --colour blue                    --colour
-a --temperature -1                 -1
 a --temperature nan                nan
-a --temperature inf                inf
 a --top-p 1.5                      1.5
 a --max-new-tokens 0               --max-new-tokens
-a --device cuda                    cuda
---prompt-file absent.txt           absent.txt
 --prompt-file latin.txt            latin.txt
---prompt-file empty.txt            empty.txt
 a --compile true --no-cache        --no-cache
 """
 
 
 @pytest.mark.parametrize(("words", "named"), cases(GENERATED))
-def test_an_invalid_option_of_generate_is_refused_by_name(
-    command, drawn_run, monkeypatch, words, named
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    Path("empty.txt").touch()
+def test_an_invalid_option_of_generate_is_refused_by_name(command, drawn_run, words, named):
     Path("latin.txt").write_bytes(b"cafe \xff")
     result = command("generate.py", *words.split())
     assert (result.code, result.out) == (2, "")

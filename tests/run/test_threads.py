@@ -18,11 +18,9 @@ from tests.conftest import ROOT
         (2, None, None, 2),
         (4, 2.5, None, 2),
         (4, 0.5, None, 1),
-        (2, 4.0, None, 2),
         (4, None, 1, 1),
         (4, None, 64, 4),
         (4, 2.5, 4, 2),  # a quota throttles all threads, so it takes precedence
-        (4, 2.5, 1, 1),
     ],
 )
 def test_threads_are_those_of_torch_or_of_the_resumed_run_within_a_quota(
