@@ -19,11 +19,11 @@ from tests.run.forks import ranks
 from training import evaluation, trainer
 from training.logger import Logger
 
-CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 STEP = (trainer.Trainer, "accumulate")
 EVALUATION = (evaluation, "evaluate")
 SAMPLE = (evaluation, "stream_text")
 SAVE = (checkpoint, "save")
+SAVE_FILE = (checkpoint, "save_file")
 
 
 def sending(number: int, where: tuple[object, str], call: int) -> Action:
@@ -45,74 +45,54 @@ def sending(number: int, where: tuple[object, str], call: int) -> Action:
     return patch
 
 
+def close_errors() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
+IN_STEP_1 = sending(signal.SIGTERM, STEP, 1)
+IN_STEP_3 = sending(signal.SIGTERM, STEP, 3)
+CTRL_C = sending(signal.SIGINT, STEP, 3)
+
+
 @pytest.mark.parametrize(
-    ("number", "where", "call", "step"),
+    ("before", "code", "saved"),
     [
-        (signal.SIGTERM, STEP, 3, 3),
-        (signal.SIGINT, EVALUATION, 2, 4),
-        (signal.SIGTERM, SAMPLE, 1, 2),
-        (signal.SIGUSR1, SAVE, 2, 2),  # before a sample
-        (signal.SIGTERM, SAVE, 4, 4),
+        ([IN_STEP_3], 75, [2, 3]),
+        ([sending(signal.SIGINT, EVALUATION, 2)], 130, [3, 4]),
+        ([sending(signal.SIGTERM, SAMPLE, 1)], 75, [1, 2]),
+        ([sending(signal.SIGUSR1, SAVE, 2)], 75, [1, 2]),  # before a sample
+        ([sending(signal.SIGTERM, SAVE, 4)], 75, [3, 4]),
+        # Without anything to save, and after the last step.
+        ([IN_STEP_1], 75, []),
+        ([sending(signal.SIGINT, (Logger, "plot"), 1)], 130, [3, 4]),
+        # A signal that is repeated, as by a scheduler, does not end the save; a second Ctrl-C does.
+        ([IN_STEP_3, sending(signal.SIGTERM, SAVE_FILE, 3)], 75, [2, 3]),
+        ([CTRL_C, sending(signal.SIGINT, SAVE_FILE, 3)], 130, [1, 2]),
+        ([close_errors, CTRL_C], 130, [2, 3]),
     ],
 )
-def test_a_signal_saves_and_ends_a_run(job, whole, number, where, call, step, capfd):
-    assert forked(job, sending(number, where, call)) == CODES[number]
-    assert job.checkpoints[-1].name == f"step-{step:08d}"
-    assert "resume=true" in capfd.readouterr().err
+def test_a_signal_saves_and_ends_a_run(job, whole, before, code, saved):
+    assert forked(job, *before) == code
+    assert [path.name for path in job.checkpoints] == [f"step-{step:08d}" for step in saved]
     assert forked(job) == 0
     assert job.curve() == whole.curve() and job.leftovers() == []
 
 
-def test_a_signal_in_the_first_step_ends_a_run_immediately(job, whole):
-    assert forked(job, sending(signal.SIGTERM, STEP, 1)) == 75
-    assert job.checkpoints == []
-    assert forked(job) == 0 and job.curve() == whole.curve()
-
-
-def test_a_second_ctrl_c_ends_a_run_immediately(job, whole):
-    noisy = sending(signal.SIGINT, STEP, 3)
-    assert forked(job, noisy, sending(signal.SIGINT, (checkpoint, "save_file"), 3)) == 130
-    assert job.leftovers() == ["step-00000001", "step-00000002"]  # the checkpoints are kept
-    assert forked(job) == 0 and job.curve() == whole.curve()
-
-
-def test_a_signal_saves_a_run_whose_standard_error_is_closed(job, whole):
-    def close_errors() -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 2)
-
-    noisy = sending(signal.SIGINT, STEP, 3)
-    assert forked(job, close_errors, noisy) == CODES[signal.SIGINT]
-    assert job.checkpoints[-1].name == "step-00000003"
-    assert forked(job) == 0 and job.curve() == whole.curve()
-
-
-def test_a_repeated_signal_saves_a_run_only_once(job, whole):
-    noisy = sending(signal.SIGTERM, STEP, 3)
-    assert forked(job, noisy, sending(signal.SIGTERM, SAVE, 3)) == 75
-    assert job.checkpoints[-1].name == "step-00000003"
-
-
-def test_a_signal_after_the_last_step_ends_a_run_immediately(job, whole, capfd):
-    assert forked(job, sending(signal.SIGINT, (Logger, "plot"), 1)) == 130
-    assert "saving after" not in capfd.readouterr().err
-    assert forked(job) == 0 and job.curve() == whole.curve()
-
-
 @pytest.mark.parametrize(
-    ("number", "where"),
+    ("number", "where", "code"),
     [
-        (signal.SIGINT, (preparation, "tokenizer_texts")),
-        (signal.SIGTERM, (Tokenizer, "encode_documents")),
+        (signal.SIGINT, (preparation, "tokenizer_texts"), 130),
+        (signal.SIGTERM, (Tokenizer, "encode_documents"), 75),
     ],
 )
-def test_a_signal_interrupts_data_preparation(tmp_path, story, number, where):
+def test_a_signal_interrupts_data_preparation(tmp_path, story, number, where, code):
     def preparing() -> None:
         with Signals():
             prepare(source(story), tmp_path / "cache")
 
-    assert forked(preparing, sending(number, where, 1)) == CODES[number]
+    assert forked(preparing, sending(number, where, 1)) == code
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
