@@ -7,11 +7,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-PositiveInt = Annotated[int, Gt(0)]
-NonNegativeInt = Annotated[int, Ge(0)]
+MAX_INT = 2**63 - 1  # of the sizes and seeds that torch accepts
+PositiveInt = Annotated[int, Gt(0), Le(MAX_INT)]
+NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]  # such as a dropout rate
 AboveOne = Annotated[float, Gt(1)]  # such as the base of the RoPE frequencies
-AtLeastTwo = Annotated[int, Ge(2)]
+AtLeastTwo = Annotated[int, Ge(2), Le(MAX_INT)]

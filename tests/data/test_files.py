@@ -73,7 +73,7 @@ def test_the_text_of_a_row_is_unchanged(tmp_path):
 
 
 def test_a_text_file_is_split_only_at_separator_lines(tmp_path):
-    text = f"one\n{SEPARATOR}\n two {SEPARATOR} 2\n\n\n{SEPARATOR}\n\n{SEPARATOR}\nthree\n"
+    text = f"one\n  {SEPARATOR} \n two {SEPARATOR} 2\n\n\n{SEPARATOR}\n\n{SEPARATOR}\nthree\n"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert texts(str(tmp_path)) == ["one", f" two {SEPARATOR} 2\n\n", "three\n"]
     # A separator at the place where a long line is cut is inside the line.

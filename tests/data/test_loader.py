@@ -1,6 +1,8 @@
 """Batches depend only on seed and step, and each epoch visits every row of all shards once."""
 
+import mmap
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,6 +78,16 @@ def test_batch_memory_and_time_do_not_depend_on_the_number_of_rows():
     for rows in np.split(starts, 2):
         assert len(set(rows.tolist())) == 50_000 and rows.min() >= 0 and rows.max() < 2 * num_rows
         assert stats.kstest(rows / (2 * num_rows), "uniform").pvalue > 0.001
+
+
+def test_random_reads_are_advised_only_for_the_training_part_of_a_file(tmp_path):
+    path = tmp_path / "ids.bin"
+    np.zeros(3000, np.uint16).tofile(path)
+    tokens = np.memmap(path, np.uint16, "r", offset=1024)  # a header, as in llm.c
+    shard = tokens[:2000]
+    shard._mmap = mock.Mock()
+    Loader([shard], context=10, batch_size=4, seed=0)
+    shard._mmap.madvise.assert_called_once_with(mmap.MADV_RANDOM, 0, 1024 + 2 * 2000)
 
 
 def test_a_batch_depends_only_on_seed_and_step():

@@ -167,6 +167,16 @@ def test_the_size_limit_of_the_held_out_text_applies_to_a_long_document(tmp_path
         assert np.isin(shard, (pieces.bos, pieces.eos)).sum() == 2
 
 
+def test_a_tokenizer_is_trained_on_the_first_training_text_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.prepare.MAX_TOKENIZER_CHARS", 1000)
+    texts = [f"{i} " * 20 for i in range(100)]
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(texts), encoding="utf-8")
+    found = source(tmp_path / "a.txt", holdout=3)
+    expected = [text for text, is_held_out in documents_of(found) if not is_held_out]
+    given = [*preparation.tokenizer_texts(found)]
+    assert given == expected[: len(given)] and 1000 <= sum(map(len, given)) < 1100
+
+
 def test_the_size_of_the_held_out_text_is_limited_to_whole_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("data.prepare.MAX_VALIDATION_BYTES", 300)
     texts = [f"{i} " * 20 for i in range(100)]

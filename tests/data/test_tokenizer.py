@@ -79,6 +79,13 @@ def test_long_texts_round_trip_wherever_they_are_cut(tmp_path, monkeypatch, stor
         assert others.decode(others.encode(text * 99)) == text * 99
 
 
+def test_a_tokenizer_that_trims_whitespace_is_not_given_pieces(tmp_path, story):
+    lines = story.read_text(encoding="utf-8").split("\n")
+    others = external(tmp_path, lines, remove_extra_whitespaces=True)
+    text = "a red ball " * 1000
+    assert others.encode_batch([text]) == others.processor.encode([text])
+
+
 @pytest.mark.parametrize(("kind", "prefix"), [("bpe", True), ("unigram", False)])
 def test_any_text_round_trips_through_an_external_tokenizer(tmp_path, story, kind, prefix):
     lines = story.read_text(encoding="utf-8").split("\n")

@@ -187,6 +187,7 @@ def test_a_resumed_run_has_its_saved_settings_and_the_allowed_changes(typed, cha
         ("data=recall", "data._target_"),
         ("optimizer=muon", "optimizer._target_"),
         ("init_from=other", "init_from"),
+        ("experiment=tinystories", "data._target_"),
     ],
 )
 def test_a_resumed_run_refuses_any_other_change(typed, key):

@@ -63,7 +63,7 @@ CTRL_C = sending(signal.SIGINT, STEP, 3)
         ([sending(signal.SIGINT, EVALUATION, 2)], 130, [3, 4]),
         ([sending(signal.SIGTERM, SAMPLE, 1)], 75, [1, 2]),
         ([sending(signal.SIGUSR1, SAVE, 2)], 75, [1, 2]),  # before a sample
-        ([sending(signal.SIGTERM, SAVE, 4)], 75, [3, 4]),
+        ([sending(signal.SIGHUP, SAVE, 4)], 75, [3, 4]),
         # Without anything to save, and after the last step.
         ([IN_STEP_1], 75, []),
         ([sending(signal.SIGINT, (Logger, "plot"), 1)], 130, [3, 4]),

@@ -8,21 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from run import folder, progress
+from run import checkpoint, folder, progress
 from run.distributed import DistEnv
 from tests.conftest import TINY, settings_of
 from tests.faults.harness import at_most, forked
 
 
-@pytest.mark.parametrize("room", [5000, 150_000])
+@pytest.mark.parametrize("room", [5000, 400_000])
 def test_a_full_disk_loses_no_checkpoint(job, whole, room, capfd):
     """Either the first file that is written does not fit, or only the largest file does not."""
-    assert room < (whole.checkpoints[-1] / "model.safetensors").stat().st_size
+    assert room < (whole.checkpoints[-1] / "state.pt").stat().st_size
     assert forked(job.with_words("steps=2", "save_every=2")) == 0
     assert forked(job, at_most(room)) == 74
     assert capfd.readouterr().err.count("\nerror: ") == 1
     assert [path.name for path in (job.root / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     assert forked(job) == 0 and job.checkpoints[-1].name == "step-00000004"
+
+
+def test_a_disk_error_in_a_sync_leaves_no_folder(tmp_path, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with (
+        pytest.raises(OSError, match="No space"),
+        checkpoint.atomic_directory(tmp_path / "folder") as unsealed,
+    ):
+        (unsealed / "file").write_bytes(b"x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, whole, capfd):

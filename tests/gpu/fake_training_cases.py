@@ -146,6 +146,7 @@ def test_grouped_heads_are_expanded_without_flash_attention(
     [
         (9, 256, 0.1, True),
         (9, 264, 0.0, False),
+        (8, 200, 0.0, False),
         (8, 256, 0.0, True),
         (8, 256, 0.1, False),
         (7, 64, 0.0, False),
@@ -172,6 +173,7 @@ def test_training_and_its_optimizer_use_the_fastest_dtype_of_the_gpu(gpu, dtype)
     ("gpu", "variant", "count"),
     [
         (9, "sink", 1),
+        (9, "sliding_window", 1),
         (9, "fox", 0),
         (9, "fox document_mask=true", 1),
         (9, "alibi document_mask=true", 1),
@@ -213,6 +215,7 @@ def test_flex_attention_reads_positions_and_no_tensor_with_a_gradient(
         (9, 136, torch.float32, False),
         (8, 128, torch.bfloat16, True),
         (8, 192, torch.bfloat16, False),
+        (8, 128, torch.float32, False),
         (7, 64, torch.float16, False),
     ],
     indirect=["gpu"],

@@ -1,5 +1,6 @@
 """Products for a few tokens match float64, and optimizing for decoding preserves the logits."""
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -97,9 +98,11 @@ def test_a_compiled_int8_product_equals_the_eager_product(compiled):
     assert torch.equal(compiled_few(x), few(x))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "gqa model.tied=true"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "llama model.tied=true attention.bias=true"])
 def test_optimizing_for_decoding_preserves_the_logits(compiled, variant):
-    exact, plain, int8 = (redraw(instantiate(tree_of(*variant.split()))).eval() for _ in range(3))
+    exact = redraw(instantiate(tree_of(*variant.split()))).eval()
+    plain = deepcopy(exact)
+    int8 = deepcopy(exact)
     quantize.optimize_for_decoding(plain, int8=False)
     quantize.optimize_for_decoding(int8, int8=True)
     modules = {type(module) for module in plain.modules()}
@@ -108,7 +111,7 @@ def test_optimizing_for_decoding_preserves_the_logits(compiled, variant):
     with torch.no_grad():
         expected = exact(tokens)
         close(plain(tokens), expected, rtol=1e-4, atol=1e-4)
-        assert 0 < (int8(tokens) - expected).std() < 0.5 * expected.std()
+        assert 0 < (int8(tokens) - expected).std() < 0.3 * expected.std()
 
 
 def test_a_fused_layer_is_multiplied_once_and_each_part_can_be_used_alone(compiled):

@@ -84,6 +84,12 @@ def test_sampling_noise_is_exponential_and_independent():
         assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
 
 
+def test_a_repetition_penalty_lowers_negative_logits():
+    seen = torch.tensor([[True, False]])
+    logits = torch.tensor([[-1.0, -1.5]])
+    assert draws(logits, seen_tokens=seen, repetition_penalty=2.0, temperature=0) == 1
+
+
 @torch.no_grad()
 def penalized(model: torch.nn.Module, prompt: list[int], window: list[int], most: int) -> list[int]:
     """Continue a prompt greedily with transformers' penalty; the model reads only a window."""
@@ -121,6 +127,7 @@ def test_a_repetition_penalty_includes_the_truncated_part_of_a_prompt(tokenizer)
     model = redraw(instantiate(tree)).double()
     prompt = "".join(map(chr, range(40, 250)))
     (sequence,) = new_sequences(tokenizer, [prompt], model.context, max_new_tokens=20)
+    assert sequence.eos == tokenizer.eos_ids
     sequence.eos = ()
     sampler = partial(sample, temperature=0, repetition_penalty=PENALTY)
     cache = model.new_cache(1, model.context, torch.float64, "cpu")

@@ -199,6 +199,15 @@ def test_a_window_cache_does_not_grow_with_the_prompt():
     assert cache.nbytes == 2 * 5 * 2 * 2 * 16 * 8
 
 
+def test_the_state_of_a_recurrence_is_in_fp32_and_does_not_grow():
+    recurrent, *_ = layers_of("gdn")
+    for capacity in (1, 4096):
+        cache = recurrent.new_cache(1, capacity, torch.bfloat16, "cpu")
+        state = 4 * 16 * 16 * 4
+        conv_state = 3 * 64 * (4 - 1) * 2  # in bf16, the inputs of the newest 3 tokens
+        assert sum(buffer.nbytes for buffer in cache.buffers) == state + conv_state
+
+
 @pytest.mark.parametrize("heads", [4, 6, 20])
 def test_alibi_slopes_match_bloom_and_mpt(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor

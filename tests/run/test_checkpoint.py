@@ -129,3 +129,10 @@ def test_a_model_is_found_without_reading_the_training_state(tmp_path, tokenizer
     for where in (tmp_path / "run", path):
         with pytest.raises(IntegrityError):
             checkpoint.find_model(where)
+
+
+def test_a_folder_takes_precedence_over_a_run_of_the_same_name(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/NAME", "NAME"):
+        saved(Path(folder), tree_of("gqa", "model.depth=1"), tokenizer)
+        assert checkpoint.find_model("NAME").parent.parent == Path(folder)

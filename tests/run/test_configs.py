@@ -105,7 +105,9 @@ def test_help_shows_every_key_with_a_comment_and_every_preset(command):
     for file in CONFIGS.glob("*/*.yaml"):
         (listed,) = [line for line in lines if line.startswith(f"{file.parent.name}=")]
         assert file.stem in re.split(r"[= |]+", listed), file
-    for example in re.findall("^#   .*train.py (.*)", result.out, re.MULTILINE):
+    examples = re.findall("^#   .*train.py (.*)", result.out, re.MULTILINE)
+    assert examples
+    for example in examples:
         compose(example.split())
 
 

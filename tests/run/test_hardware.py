@@ -15,6 +15,7 @@ from tests.conftest import TINY
     ("wanted", "usable", "picked"),
     [
         ("auto", (), "cpu"),
+        ("auto", ("mps",), "mps"),
         ("auto", ("cuda", "mps"), "cuda"),
         ("cpu", ("cuda", "mps"), "cpu"),
         ("cuda", ("mps",), None),

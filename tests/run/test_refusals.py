@@ -203,6 +203,7 @@ a --run absent                     absent
 --seed 1                           prompt
 a --prompt-file latin.txt          --prompt-file
 a --temperature nan                nan
+a --temperature inf                inf
 a --top-p 1.5                      1.5
 a --max-new-tokens 0               --max-new-tokens
 --prompt-file latin.txt            latin.txt

@@ -208,6 +208,11 @@ def test_the_answer_for_a_task_counts_seeds(write, solved, num_seeds, answer):
     assert summary.startswith(answer)
 
 
+def test_a_variant_that_solves_a_task_less_often_is_worse(write):
+    page, _ = write(tuned(recalled({"gqa": 4, "mqa": 0}, 4)))
+    assert table(page, 0)["mqa"]["verdict"] == "worse"
+
+
 def test_speeds_are_shown_only_if_they_can_be_compared(write):
     runs = [replace(run, settings=deepcopy(run.settings)) for run in RUNS[:6]]
     page, summary = write(runs)

@@ -60,6 +60,7 @@ FOLDERS = {
 REFUSED = {
     # This adds more than BOS to a prompt, which our checkpoints cannot express.
     "EOS after a text": ["plain", fast(add_eos_token=True)],
+    "ids unlike those of its model": ["plain"],
     "no tokens": [SMOL, edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []})],
     "no EOS": [SMOL, edit("config.json", eos_token_id=None), config(eos_token=None)],
     "EOS outside": [SMOL, edit("generation_config.json", eos_token_id=[2, 128001])],

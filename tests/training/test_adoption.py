@@ -97,3 +97,17 @@ def test_a_run_starts_with_a_different_attention_and_resumes(command, story, tok
     assert (attention["kv_heads"], attention["gated"]) == (2, True)
     command("train.py", *words, "resume=true", "steps=6").succeeded()
     assert metrics("run")[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("model.dim=32", "model.dim"),
+        ("attention.kv_heads=1", "attention=NAME"),
+        ("attention=mqa ffn=gelu", "ffn._target_"),
+        ("data.tokenizer=absent", "data.tokenizer"),
+    ],
+)
+def test_only_the_attention_of_a_pretrained_model_can_change(command, trained, words, named):
+    refused = command("train.py", *TINY[1:], *TEXT[:2], f"init_from={trained}", *words.split())
+    assert refused.code == 2 and named in refused.err

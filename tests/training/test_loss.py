@@ -22,7 +22,7 @@ from tests.conftest import (
 from train import take_step
 from training import loss
 from training.loss import HeadLoss, LanguageModelLoss
-from training.parallel import checkpoint_activations, configure_compiler
+from training.parallel import configure_compiler
 
 
 def saved_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -211,8 +211,7 @@ def test_activation_checkpointing_preserves_training_and_reduces_memory(run_of, 
     words = ("model.depth=4", "document_mask=true", "batch_tokens=128")
     overrides = (*f"attention={variant}".split(), *words)
     plain = run_of(*overrides)
-    lean = run_of(*overrides)
-    checkpoint_activations(lean.trainer.model)
+    lean = run_of(*overrides, "activation_checkpointing=true")
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     assert saved_bytes(lean.trainer.model, tokens) < saved_bytes(plain.trainer.model, tokens) / 4
     for run in (plain, lean):

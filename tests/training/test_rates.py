@@ -1,15 +1,17 @@
 """Learning rates depend on the sizes of the model and the run as defined in training/rates.py."""
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from model.build import build_model
 from run.instantiate import instantiate
-from tests.conftest import EACH_MECHANISM, settings_of, tree_of
+from tests.conftest import EACH_MECHANISM, ROOT, settings_of, tree_of
 from train import take_step
-from training.rates import ROLES, Reference, split_parameters
+from training.rates import ROLES, LearningRates, Reference, split_parameters
 
 WIDTHS = (64, 256)
 
@@ -37,6 +39,16 @@ def test_the_run_factor_follows_the_noise_scale_formula():
     # Without noise, the rate is not lowered, and an unknown length does not change it.
     assert reference.run_factor(128, 10**12, 1e-3) == pytest.approx(3, rel=1e-3)
     assert reference.run_factor(128, 1000, math.inf) == 1
+
+
+def test_the_rates_of_a_preset_are_those_of_its_page():
+    settings = settings_of("experiment=fineweb")
+    settings.model["vocab_size"] = settings.data["vocab_size"]
+    optimizers = instantiate(settings.optimizer, "training")(build_model(settings.model, "meta"))
+    rates = LearningRates(optimizers, reference_of("muon"), 768, settings.batch_tokens)
+    page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
+    (told,) = re.findall("^    (peak learning rates: .*)$", page, re.MULTILINE)
+    assert rates.describe(4710) == told
 
 
 @pytest.mark.parametrize("variant", [*EACH_MECHANISM, "gqa model.tied=true"])

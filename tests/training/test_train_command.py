@@ -78,8 +78,10 @@ def test_a_changed_text_or_order_of_rows_is_not_resumed(command, trained, story,
         assert command(*words).code == 2
     with story.open("a", encoding="utf-8") as text:
         text.write("More.")
+    before = (trained / "config.yaml").read_bytes()
     refused = command(*words, *TEXT)
     assert refused.code == 2 and "SHA-256" in refused.err
+    assert (trained / "config.yaml").read_bytes() == before
     assert metrics(trained)[-1]["step"] == 4
 
 
@@ -91,12 +93,13 @@ def test_a_finished_run_is_not_sampled_or_evaluated_again(command, trained, monk
         patch.setattr(evaluation, "stream_text", None)
         command("train.py", f"run_dir={trained}", "resume=true").succeeded()
     assert [file.read_bytes() for file in files] == before
-    # If the end of a file is missing, it is written again.
-    for file, content in zip(files, before, strict=True):
-        file.write_bytes(content[:-3])
-    command("train.py", f"run_dir={trained}", "resume=true").succeeded()
-    assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
-    assert files[1].read_bytes() == before[1]
+    # If the end of a file is missing, even only its newline, it is written again.
+    for num_missing in (1, 3):
+        for file, content in zip(files, before, strict=True):
+            file.write_bytes(content[:-num_missing])
+        command("train.py", f"run_dir={trained}", "resume=true").succeeded()
+        assert values(trained, "step") == [1, 2, 2, 3, 4, 4]
+        assert files[1].read_bytes() == before[1]
 
 
 def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, monkeypatch):
@@ -222,9 +225,11 @@ def test_processes_draw_different_dropout(run_of, monkeypatch):
 
 # A run that is resumed on as many processes as before continues bit for bit.
 SHARDED = [
-    ("optimizer=adamw micro_batch=2 activation_checkpointing=true", 1, 1e-5),
-    ("clip=null micro_batch=4", 2, 0),
-    pytest.param("optimizer=adamw micro_batch=2", 4, 1e-5, marks=pytest.mark.long),
+    ("precision=fp32 optimizer=adamw micro_batch=2 activation_checkpointing=true", 1, 1e-5),
+    ("precision=fp32 clip=null micro_batch=4", 2, 0),
+    pytest.param("precision=fp32 optimizer=adamw micro_batch=2", 4, 1e-5, marks=pytest.mark.long),
+    # Over 5 seeds, losses in bf16 differ by at most 0.00002.
+    ("precision=bf16 optimizer=adamw optimizer.lr=1e-3 micro_batch=2", 2, 0),
 ]
 
 
@@ -233,23 +238,24 @@ def test_a_sharded_run_matches_one_process_and_resumes_with_any_number_of_proces
     command, tmp_path, story, more, num_resumed, tolerance
 ):
     # All ranks run one forward per token of a sample.
-    sizes = ("context=16", "batch_tokens=128", "precision=fp32")
+    sizes = ("context=16", "batch_tokens=128")
     words = (*TINY, *SHORT, *TEXT, *sizes, *more.split())
     command("train.py", *words, "run_dir=alone").succeeded()
     train = [sys.executable, ROOT / "train.py", *words, "run_dir=spread"]
     codes, told = ranks([*train, "sharded=true"], 2, tmp_path)
     assert codes == [0, 0], told
     expected = losses("spread")
-    assert losses("alone") == pytest.approx(expected, abs=1e-5)
+    difference = 1e-5 if "fp32" in more else 1e-3
+    assert losses("alone") == pytest.approx(expected, abs=difference)
     norms = [values(name, "grad_norm") for name in ("alone", "spread")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    # One process with these weights samples the same text.
+    assert norms[0] == pytest.approx(norms[1], rel=10 * difference)
     last = Path("spread/checkpoints/step-00000004")
-    tokenizer = Tokenizer.load(last / "tokenizer.model")
-    how = {"max_new_tokens": 15, "temperature": 0.8, "top_k": 50, "seed": 4}
-    (text,) = generate_text(load_model(last, "cpu"), tokenizer, "", **how)
-    samples = Path("spread/samples.txt").read_text(encoding="utf-8")
-    assert samples == f"--- step 4\n{text}\n"
+    if "fp32" in more:  # one process with these weights samples the same text
+        tokenizer = Tokenizer.load(last / "tokenizer.model")
+        how = {"max_new_tokens": 15, "temperature": 0.8, "top_k": 50, "seed": 4}
+        (text,) = generate_text(load_model(last, "cpu"), tokenizer, "", **how)
+        samples = Path("spread/samples.txt").read_text(encoding="utf-8")
+        assert samples == f"--- step 4\n{text}\n"
     # Resume from step 2.
     shutil.rmtree(last)
     resume = ("resume=true", f"sharded={str(num_resumed > 1).lower()}")
