@@ -53,7 +53,7 @@ stories = pytest.mark.skipif(
     not STORIES.exists(), reason="needs the datasets next to the repository"
 )
 VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
-# Shipped presets whose classes and options are also those of other presets. What costs much runs for
+# Shipped presets that share all their classes and options with other presets. Costly tests run for
 # these presets only with `-m long`. A preset that is not listed here always runs.
 COVERED = [
     "chunked",
@@ -107,7 +107,9 @@ def preset_case(name: str, *values: object):
     If other presets cover its mechanisms, the test runs only with `-m long`.
     """
     marks = [pytest.mark.long] if name in COVERED else []
-    return pytest.param(*(values or (name,)), marks=marks, id=name)
+    if not values:
+        values = (name,)
+    return pytest.param(*values, marks=marks, id=name)
 
 
 EACH_MECHANISM = [preset_case(name) for name in VARIANTS]

@@ -16,8 +16,9 @@ def combinations() -> list:
     """All combinations; by default, only those that differ from the default model in one choice."""
     cases = []
     for variant, ffn, norm in product(VARIANTS, FFNS, NORMS):
-        num_changes = (variant != "gqa") + (ffn != "swiglu") + (norm != "rmsnorm")
-        is_long = num_changes > 1 or variant in COVERED
+        choices = ((variant, "gqa"), (ffn, "swiglu"), (norm, "rmsnorm"))
+        changed = [choice for choice, default in choices if choice != default]
+        is_long = len(changed) > 1 or variant in COVERED
         marks = [pytest.mark.long] if is_long else []
         cases.append(pytest.param(variant, ffn, norm, marks=marks))
     return cases
