@@ -58,6 +58,7 @@ VARIANTS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 COVERED = [
     "chunked",
     "gated",
+    "gdn_sigmoid",
     "l2norm",
     "llama",
     "local_global",
