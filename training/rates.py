@@ -13,14 +13,10 @@ needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector 
 one by one, so they need no factor either. The rate of a tied embedding is the geometric mean of the
 rates of embedding and head at the reference's width, and falls with the width like a head's rate.
 
-Depth. No factor is needed. Output projections start at zero, and the best rate is the same at 2 to
-16 layers.
-
-Batch and length. How informative a gradient is depends on the batch B relative to the noise scale
-N, the batch at which the variance of the gradient equals its squared mean (McCandlish, 1812.06162).
-The best rate of optimizers that normalize their steps is 1 / sqrt(1 + N / B) of the best rate in
-large batches (Malladi, 2205.10287; Li, 2405.14578). The noise scale grows as the loss falls: with
-the tokens of a run, as critical batches do (Zhang, 2410.21676), and with the width.
+Batch, length and size. The best rate of optimizers that normalize their steps grows with the square
+root of the batch size while gradients are noisy (Malladi, 2205.10287), and not in larger batches
+(Li, 2405.14578). It falls with the number of training tokens (Bjorck, 2409.19913; Ren, 2603.28743)
+and, by our measurements, with the width and the depth.
 
 All of this applies to training from scratch. Without a reference, as with pretrained weights, `lr`
 is the rate of all parameters.
@@ -32,12 +28,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from run.ranges import PositiveFloat, PositiveInt
 
-# The noise scale grows with these powers of a run's tokens and of the width. They were fitted to
-# the best rates of 20 models and runs (docs/rates.md).
-NOISE_TOKENS_EXPONENT = 0.75
-NOISE_DIM_EXPONENT = 0.5
+# Powers of the batch size, of a run's tokens and of dim x depth in the factor of all rates. The
+# first two are published (2205.10287, 2409.19913). The third was fitted to the best rates of 22
+# models and runs, as was the number of steps below which a larger batch does not raise the rates
+# (docs/rates.md).
+BATCH_EXPONENT = 0.5
+TOKENS_EXPONENT = -0.32
+SIZE_EXPONENT = -0.2
+MIN_STEPS = 150
 
 # Roles of parameters, and the names of their rates in metrics.jsonl.
 ROLES = {
@@ -50,13 +50,15 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Reference:
-    """The model and run that `optimizer.lr` was tuned for, and the rates of the other roles."""
+    """The model and run that `optimizer.lr` was tuned for, and the rates of the other roles.
+
+    If `depth`, `batch_tokens` or `tokens` is None, rates are scaled only with fan_in.
+    """
 
     dim: PositiveInt
-    batch_tokens: PositiveInt  # in an optimizer step
-    tokens: PositiveFloat  # of the whole run
-    # In tokens; much smaller batches need lower rates; 0 turns this off.
-    noise_scale: NonNegativeFloat
+    depth: PositiveInt | None
+    batch_tokens: PositiveInt | None  # in an optimizer step
+    tokens: PositiveFloat | None  # of the whole run
     # Rates as multiples of lr.
     embedding: PositiveFloat
     head: PositiveFloat
@@ -74,17 +76,18 @@ class Reference:
         """Return the factor of Adam's rate for a matrix with `fan_in` inputs."""
         return self.dim / fan_in
 
-    def run_factor(self, dim: int, batch_tokens: int, steps: float) -> float:
+    def run_factor(self, dim: int, depth: int, batch_tokens: int, steps: float) -> float:
         """Return the factor of all rates; 1 while the number of steps is unknown (infinite)."""
-        if math.isinf(steps):
+        if None in (self.depth, self.batch_tokens, self.tokens) or math.isinf(steps):
             return 1.0
-        noise_scale = (
-            self.noise_scale
-            * (batch_tokens * steps / self.tokens) ** NOISE_TOKENS_EXPONENT
-            * (dim / self.dim) ** NOISE_DIM_EXPONENT
+        tokens = batch_tokens * steps
+        batch = min(batch_tokens, tokens / MIN_STEPS)
+        reference_batch = min(self.batch_tokens, self.tokens / MIN_STEPS)
+        return (
+            (batch / reference_batch) ** BATCH_EXPONENT
+            * (tokens / self.tokens) ** TOKENS_EXPONENT
+            * (dim * depth / (self.dim * self.depth)) ** SIZE_EXPONENT
         )
-        at_reference = 1 + self.noise_scale / self.batch_tokens
-        return math.sqrt(at_reference / (1 + noise_scale / batch_tokens))
 
 
 def split_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -152,10 +155,17 @@ class LearningRates:
     """
 
     def __init__(
-        self, optimizers: list[Optimizer], reference: Reference | None, dim: int, batch_tokens: int
+        self,
+        optimizers: list[Optimizer],
+        reference: Reference | None,
+        *,
+        dim: int,
+        depth: int,
+        batch_tokens: int,
     ):
         self.reference = reference
         self.dim = dim
+        self.depth = depth
         self.batch_tokens = batch_tokens
         self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group in self.groups:
@@ -165,7 +175,7 @@ class LearningRates:
         """Return the factor of all rates in a run of `steps` steps."""
         if self.reference is None:
             return 1.0
-        return self.reference.run_factor(self.dim, self.batch_tokens, steps)
+        return self.reference.run_factor(self.dim, self.depth, self.batch_tokens, steps)
 
     def set_rates(self, scheduled: float, steps: float) -> None:
         """Set all rates to the fraction `scheduled` of their peak in a run of `steps` steps."""
@@ -189,5 +199,6 @@ class LearningRates:
         peaks = [f"{name} {factor * base:.3g}" for name, base in self.by_name("base").items()]
         scaling = "not scaled"
         if self.reference is not None:
-            scaling = f"scaled to dim {self.dim} and {steps:,.0f} steps, docs/rates.md"
+            size = f"dim {self.dim}, depth {self.depth}"
+            scaling = f"scaled to {size} and {steps:,.0f} steps, docs/rates.md"
         return f"peak learning rates: {', '.join(peaks)} ({scaling})"

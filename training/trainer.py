@@ -55,8 +55,9 @@ class Trainer:
         self.rates = LearningRates(
             self.optimizers,
             new_optimizers.keywords.get("reference"),
-            settings.model["dim"],
-            settings.batch_tokens,
+            dim=settings.model["dim"],
+            depth=settings.model["depth"],
+            batch_tokens=settings.batch_tokens,
         )
         self.schedule = instantiate(settings.schedule, "training")
         is_fp16 = self.precision == torch.float16

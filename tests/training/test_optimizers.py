@@ -146,7 +146,7 @@ def test_weight_decay_applies_only_to_matrices_in_blocks(kind):
 @pytest.mark.parametrize(("kind", "tied"), [(adamw, "false"), (muon, "true")])
 def test_each_parameter_role_has_its_own_learning_rate(kind, tied):
     reference = Reference(
-        dim=64, batch_tokens=512, tokens=1e6, noise_scale=1e4, embedding=5.0, head=3.0, vectors=2.0
+        dim=64, depth=2, batch_tokens=512, tokens=1e6, embedding=5.0, head=3.0, vectors=2.0
     )
     model, steppers = stepped_by(kind, reference, words=(f"model.tied={tied}",))
     for p in model.parameters():

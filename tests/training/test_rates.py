@@ -20,32 +20,32 @@ def reference_of(optimizer: str) -> Reference:
     return instantiate(settings_of(f"optimizer={optimizer}").optimizer["reference"], "training")
 
 
-def test_the_run_factor_follows_the_noise_scale_formula():
-    reference = Reference(
-        dim=128,
-        batch_tokens=1000,
-        tokens=1e6,
-        noise_scale=8000.0,
-        embedding=1.0,
-        head=1.0,
-        vectors=1.0,
-    )
-    assert reference.run_factor(128, 1000, 1000) == 1
-    # 16 times the tokens multiply the noise scale by 16^0.75 = 8, and four times the width by 2.
-    assert reference.run_factor(128, 1000, 16000) == pytest.approx((9 / 65) ** 0.5)
-    assert reference.run_factor(512, 1000, 1000) == pytest.approx((9 / 17) ** 0.5)
-    # With 8 times the batch size and the same number of tokens, signal and noise are equal.
-    assert reference.run_factor(128, 8000, 125) == pytest.approx((9 / 2) ** 0.5)
-    # Without noise, the rate is not lowered, and an unknown length does not change it.
-    assert reference.run_factor(128, 10**12, 1e-3) == pytest.approx(3, rel=1e-3)
-    assert reference.run_factor(128, 1000, math.inf) == 1
+def test_the_run_factor_follows_the_batch_the_tokens_and_the_size():
+    keys = {"dim": 128, "depth": 4, "batch_tokens": 1000, "tokens": 1e6}
+    multiples = {"embedding": 1.0, "head": 1.0, "vectors": 1.0}
+    factor = Reference(**keys, **multiples).run_factor
+    assert factor(128, 4, 1000, 1000) == 1
+    # Four times the batch size in equal tokens, 10 times the tokens, and 32 times the size.
+    assert factor(128, 4, 4000, 250) == pytest.approx(2)
+    assert factor(128, 4, 1000, 10000) == pytest.approx(0.4786, abs=1e-4)
+    assert factor(1024, 16, 1000, 1000) == pytest.approx(0.5)
+    # In less than 150 steps, only the number of tokens matters.
+    assert factor(128, 4, 10000, 100) == pytest.approx((1000 / 150) ** 0.5)
+    assert factor(128, 4, 100000, 10) == pytest.approx((1000 / 150) ** 0.5)
+    # An unknown length does not change the rates, and neither does an unknown reference.
+    assert factor(128, 4, 1000, math.inf) == 1
+    for name in ("depth", "batch_tokens", "tokens"):
+        reference = Reference(**keys | {name: None}, **multiples)
+        assert reference.run_factor(1024, 16, 4000, 250) == 1
 
 
 def test_the_rates_of_a_preset_are_those_of_its_page():
     settings = settings_of("experiment=fineweb")
     settings.model["vocab_size"] = settings.data["vocab_size"]
     optimizers = instantiate(settings.optimizer, "training")(build_model(settings.model, "meta"))
-    rates = LearningRates(optimizers, reference_of("muon"), 768, settings.batch_tokens)
+    rates = LearningRates(
+        optimizers, reference_of("muon"), dim=768, depth=12, batch_tokens=settings.batch_tokens
+    )
     page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
     (told,) = re.findall("^    (peak learning rates: .*)$", page, re.MULTILINE)
     assert rates.describe(4710) == told
@@ -112,7 +112,7 @@ def test_each_role_has_a_rate_that_follows_the_schedule(run_of):
     run = run_of("schedule.warmup=4", "steps=20")
     take_step(run)
     reference = reference_of("muon")
-    lr = run.env.settings.optimizer["lr"] * reference.run_factor(64, 512, 20) / 4
+    lr = run.env.settings.optimizer["lr"] * reference.run_factor(64, 2, 512, 20) / 4
     expected = {
         "lr": lr,
         "embedding_lr": reference.embedding * lr,
@@ -126,7 +126,7 @@ def test_learning_rates_follow_the_expected_length_of_the_run(run_of):
     run = run_of("schedule.warmup=0", "steps=1000")
     run.progress.expected_steps = 50
     take_step(run)
-    factor = reference_of("muon").run_factor(64, 512, 50)
+    factor = reference_of("muon").run_factor(64, 2, 512, 50)
     assert factor != 1
     assert run.meter.learning_rates["lr"] == pytest.approx(0.035 * factor)
 
