@@ -7,6 +7,7 @@ complete.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,7 +24,7 @@ from run.progress import say
 from run.ranges import PositiveInt
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
-VERSION = 4
+VERSION = 5
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
@@ -160,6 +161,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """
     dtype = dtype_of(tokenizer)
     train_tokens = 0
+    num_documents = Counter()  # by whether they are held out
     held_out_bytes = 0
     change = None  # an example of a text that the tokenizer does not reproduce
     with (
@@ -168,6 +170,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     ):
         for part, tokens in tokenized(source, tokenizer):
             raw = np.array(tokens, dtype).tobytes()
+            num_documents[part.is_held_out] += part.is_first
             if not part.is_first:
                 change = change or change_at_cut(tokenizer)
             if part.is_held_out:
@@ -187,6 +190,10 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
             "bytes). fix: add documents, or lower data.holdout"
         )
+    unused = ""
+    if held_out_bytes > MAX_VALIDATION_BYTES:
+        unused = f", of which only {MAX_VALIDATION_BYTES:,} bytes are used"
+    say(f"{num_documents[False]:,} documents to train on, {num_documents[True]:,} held out{unused}")
     if change is not None:
         say(
             f"warning: the tokenizer does not reproduce the text ({change}); val_bpb counts the "

@@ -52,8 +52,9 @@ class Pretokenized(Source):
         else:
             raise ValueError(
                 f"BOS is not in the vocabulary (data.bos={self.bos} "
-                f"data.vocab_size={self.vocab_size}). fix: data.bos={self.vocab_size - 1}, or the "
-                "id of the document separator"
+                f"data.vocab_size={self.vocab_size}). fix: data.bos=ID, the id that separates "
+                f"documents; if there is none, data.vocab_size={self.vocab_size + 1} "
+                f"data.bos={self.vocab_size}"
             )
 
     def identity(self) -> str:
@@ -84,9 +85,9 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map a file's tokens, and check its tokenizer, its length and its ids."""
-        # Our own shards are next to their tokenizer.
-        own = tokenizer_file(file.parent)
-        if own.exists() and own.read_bytes() != self.ids_of.files.get(own.name):
+        # Our own shards are next to their tokenizer. A shard may be named by a link.
+        own = tokenizer_file(file.resolve().parent)
+        if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
             raise ValueError(
                 f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
                 "without init_from"
@@ -111,16 +112,17 @@ class Pretokenized(Source):
                 "download it again, or set data.dtype"
             )
 
-        # Ids stored at twice this width would have a zero in every other position.
+        # Ids stored at twice this width would have tiny values in every other position.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
         probe = tokens[:PROBED_TOKENS]
-        is_halved = not (probe[::2].any() and probe[1::2].any())
-        if is_halved and len(probe) >= MIN_PROBED_TOKENS and highest > 0:
+        halves = sorted([probe[::2].mean(), probe[1::2].mean()])
+        is_halved = halves[0] * 64 < halves[1]
+        if is_halved and len(probe) >= MIN_PROBED_TOKENS:
             raise ValueError(
-                f"every other {dtype.name} is 0, so the ids have a different dtype ({file}). fix: "
-                "data.dtype=uint32, or save them as uint16 or uint32, little-endian"
+                f"every other {dtype.name} is tiny, so the ids have a different dtype ({file}). "
+                "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:

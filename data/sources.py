@@ -6,6 +6,7 @@ import re
 import sys
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -159,8 +160,8 @@ class Text(Source):
 
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
     have one document per row, in `text_field`. The files of the path `validation` are held out.
-    Without it, about one document in `holdout` is chosen by hash, but at least one in total. If
-    there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
+    Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
+    most half of the text. If there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
     ValueError for a file that cannot be read as text.
     """
 
@@ -179,19 +180,28 @@ class Text(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.held_out_files:
-            yield from enough_held_out(self.read(self.held_out_files))
-            yield from self.read(self.files)
+            held_out = set()
+            for part in enough_held_out(self.read(self.held_out_files)):
+                if part.is_first:
+                    held_out.add(document_hash(part.text))
+                yield part
+            # A held-out document may also be in the files to train on.
+            for part in self.read(self.files):
+                if part.is_first:
+                    is_copy = document_hash(part.text) in held_out
+                if not is_copy:
+                    yield part
             return
 
         # Read everything once to decide which documents to hold out, then again to yield them.
         hashes = []
-        num_chars = 0
+        lengths = Counter()  # characters by hash
         num_bytes = 0
         num_inside = 0  # separators that are not on a line of their own
         for part in self.read(self.files):
             if part.is_first:
                 hashes.append(document_hash(part.text))
-            num_chars += len(part.text)
+            lengths[hashes[-1]] += len(part.text)
             num_bytes += len(part.text.encode())
             num_inside += part.text.count(self.separator)
         if not hashes:
@@ -203,15 +213,18 @@ class Text(Source):
             )
 
         # A single document: hold out its end.
+        num_chars = lengths.total()
         if len(hashes) == 1:
             most = num_chars * MAX_VALIDATION_BYTES // num_bytes
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If no hash qualifies, or all do, hold out the closest.
+        # Hold out one document in `holdout`. If these are none or most of the text, hold out the
+        # document whose share of the text is closest to one in `holdout`.
         held_out = {number for number in hashes if number % self.holdout == 0}
-        if not held_out or held_out.issuperset(hashes):
-            held_out = {min(hashes, key=lambda number: number % self.holdout)}
+        if not 0 < sum(lengths[number] for number in held_out) <= num_chars / 2:
+            wanted = num_chars / self.holdout
+            held_out = {min(lengths, key=lambda number: abs(lengths[number] - wanted))}
         documents = iter(hashes)
         for part in self.read(self.files):
             if part.is_first:

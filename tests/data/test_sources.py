@@ -121,8 +121,12 @@ def test_a_copy_of_a_long_document_is_on_the_same_side(tmp_path, monkeypatch):
 
 
 def test_at_least_one_document_or_the_end_of_a_single_document_is_held_out(tmp_path):
-    (tmp_path / "few.txt").write_text(SEPARATOR.join("abc"), encoding="utf-8")
-    assert sum(held_out for _, held_out in documents_of(source(tmp_path / "few.txt"))) == 1
+    # The document whose share is closest to one in 20, whatever the hashes are.
+    for number in range(30):
+        texts = [f"{number}", f"{number}" * 50, f"{number}" * 950]
+        (tmp_path / "few.txt").write_text(SEPARATOR.join(texts), encoding="utf-8")
+        found = documents_of(source(tmp_path / "few.txt"))
+        assert not found[2][1] and (found[1][1] or is_held_out(texts[0]))
     # If every hash qualifies, one document is still left for training.
     even = [text for text in "abcdef" if hash_of(text) % 2 == 0]
     (tmp_path / "even.txt").write_text(SEPARATOR.join(even[:2]), encoding="utf-8")
@@ -150,6 +154,17 @@ def test_the_files_of_the_validation_path_are_held_out_and_never_trained_on(tmp_
     assert len(identities) == 2
     with pytest.raises(ValueError, match=r"data\.validation"):
         source(tmp_path, validation=str(tmp_path))
+
+
+def test_a_held_out_document_is_not_trained_on_from_another_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.files.PART_CHARS", 1000)
+    monkeypatch.setattr("data.sources.HASHED_CHARS", 100)
+    texts = ["b\n" * 999, "a\nb", "c"]
+    (tmp_path / "train.txt").write_text(SEPARATOR.join(texts), encoding="utf-8")
+    lines = [json.dumps({"text": text.replace("\n", "\r\n")}) for text in texts[:2]]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    found = source(tmp_path / "train.txt", validation=str(tmp_path / "val.jsonl"))
+    assert [text for text, held_out in documents_of(found) if not held_out] == ["c"]
 
 
 def test_the_size_limit_of_the_held_out_text_applies_to_a_long_document(tmp_path, monkeypatch):

@@ -88,6 +88,16 @@ def test_ids_of_a_different_tokenizer_are_refused(tmp_path, story):
         found = source(folder / "train-00000.bin", tokenizer=tokenizer, vocab_size=400)
         with pytest.raises(ValueError, match=f"data.tokenizer={own}"):
             prepare(found, tmp_path / "cache")
+    # A link to the file, and a tokenizer that differs only in EOS.
+    (tmp_path / "link.bin").symlink_to(folder / "train-00000.bin")
+    same = tmp_path / "same" / "tokenizer.model"
+    same.parent.mkdir()
+    same.write_bytes(own.read_bytes())
+    same.with_name("generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
+    names = {tmp_path / "link.bin": tmp_path / "other.model", folder / "train-00000.bin": same}
+    for path, tokenizer in names.items():
+        with pytest.raises(ValueError, match=f"data.tokenizer={own}"):
+            prepare(source(path, tokenizer=str(tokenizer), vocab_size=400), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("most, held", [(500, 50), (7, 7)])
@@ -137,6 +147,7 @@ BAD = [
     (bytes(2001), "a.bin"),
     (encode([*ONES, 100]), "a.bin contains 100"),
     (np.array(ONES, "<u4").tobytes(), "data.dtype=uint32"),
+    (np.arange(2**16, 2**16 + 500, dtype="<u4").tobytes(), "data.dtype=uint32"),
 ]
 
 

@@ -14,7 +14,7 @@ def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int 
     # Composed once for all seeds.
     words = (f"attention={variant}", f"name={variant}", *overrides)
     settings = settings_of(*TINY, *words).model_dump()
-    settings |= {"seed": seed, "machine": {"device": "cpu"}, "text": "abc"}
+    settings |= {"seed": seed, "machine": {"device": "cpu", "precision": "float32"}, "text": "abc"}
     slices = {"repeated": 2 * loss, "new": 4 * loss}
     first = {"step": 1, "tokens": tokens // 2, "seconds": 1.0, "train_loss": 6.0}
     last = first | {"step": 2, "tokens": tokens, "val_loss": 3 * loss, "val_bpb": loss}
@@ -31,10 +31,12 @@ def text_run(variant: str, seed: int, loss: float, *overrides: str, tokens: int 
 
 def searched(run: Run, losses: dict[float, float]) -> list[Run]:
     """The runs of a learning rate search for the variant of a run, with losses by factor."""
-    return [
-        replace(run, factor=factor, lines=[run.last | {"val_loss": loss}])
-        for factor, loss in losses.items()
-    ]
+    runs = []
+    for factor, loss in losses.items():
+        bits_per_byte = run.last["val_bpb"] and loss / 3
+        last = run.last | {"val_loss": loss, "val_bpb": bits_per_byte}
+        runs.append(replace(run, factor=factor, lines=[last]))
+    return runs
 
 
 def recall_run(variant: str, seed: int, accuracy: float) -> Run:

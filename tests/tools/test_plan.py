@@ -73,6 +73,21 @@ def test_a_preset_can_be_matched_to_the_baseline_size(kind, variant):
     assert abs(size / target - 1) <= 0.01
 
 
+def test_sizes_are_matched_with_the_vocabulary_of_the_tokenizer(monkeypatch):
+    def open_data(settings, start):
+        model = settings.model | {"vocab_size": 300}
+        return settings.model_copy(update={"model": model}), SimpleNamespace(sha256="abc"), None
+
+    monkeypatch.setattr(plan, "open_data", open_data)
+    words = ["attention=gqa,gated", "model=tiny", "data.vocab_size=4096"]
+    ours, theirs = plan_variants(words, "params", None, has_search=False)
+    sizes = []
+    for variant in (ours, theirs):
+        sizes.append(plan.build_model(variant.settings.model, "meta").num_parameters())
+    assert variant.settings.model["vocab_size"] == 300
+    assert abs(sizes[1] / sizes[0] - 1) <= 0.005
+
+
 def test_each_model_size_has_a_baseline_whose_size_the_others_match(plan_jobs):
     jobs = plan_jobs(["attention=gqa,mha", "model=tiny,small"], "params", Path("out"))
     assert [job.settings["name"] for job in jobs] == [

@@ -126,6 +126,19 @@ def test_a_comparison_of_contexts_has_runs_of_different_contexts(write):
     write(runs)
 
 
+def test_a_comparison_of_vocabularies_has_one_held_out_text(write):
+    runs = [text_run(name, 0, 1.0) for name in ("gqa", "mqa")]
+    for run in runs:
+        run.swept = ["data.vocab_size"]
+    # Other ids, but the same bytes.
+    runs[1].settings |= {"text": "def", "data": runs[0].settings["data"] | {"vocab_size": 512}}
+    runs[1].lines[-1] |= {"eval_tokens": 999, "val_loss": 1.5}
+    write(runs)
+    runs[1].lines[-1] |= {"val_loss": 1.6}
+    with pytest.raises(ValueError, match="differ in held-out bytes"):
+        write(runs)
+
+
 def tuned(runs: list[Run]) -> list[Run]:
     """Add a learning rate search for each variant, with the best rate inside its range."""
     firsts = {run.name: run for run in runs}
@@ -161,6 +174,13 @@ def test_the_answer_names_the_best_variant_and_its_uncertainty(write):
     _, small = write(tuned(long_runs({"gqa": 1.0, "mqa": 1.0 - 0.0024})))
     half = 2.776 * 0.001 * (2 / 3) ** 0.5  # 97.5 % point of Student's t with 4 degrees of freedom
     assert "0.0024 " in small and f"{0.0024 - half:.4f} to " in small
+
+
+def test_runs_in_different_precisions_give_only_a_hint(write):
+    runs = tuned(long_runs({"gqa": 1.0, "mqa": 0.9}))
+    assert write(runs)[1].startswith("Take mqa")
+    runs[4].settings |= {"machine": runs[4].settings["machine"] | {"precision": "bfloat16"}}
+    assert write(runs)[1].startswith("Only a hint (runs in bfloat16 and float32)")
 
 
 def test_too_few_seeds_or_tokens_give_no_answer_but_a_remedy(write):

@@ -20,6 +20,7 @@ SHARED = {
     "context": ("context",),
     "evaluated tokens": ("context", "vocab_size", "tokenizer"),
     "metric": (),
+    "held-out bytes": ("context",),
 }
 
 
@@ -124,6 +125,7 @@ def require_shared(runs: list[Run]) -> None:
                 "context": run.settings["context"],
                 "evaluated tokens": run.last.get("eval_tokens"),
                 "metric": run.metric,
+                "held-out bytes": run.held_out_bytes,
             }
             value, folder = places.setdefault(tuple(varied), (shared[name], run.folder))
             if shared[name] != value:

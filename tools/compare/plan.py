@@ -114,25 +114,29 @@ def plan_variants(
             words.append("tune")
         folder = Path("runs", f"compare-{crc32(' '.join(words).encode()):08x}")
 
+    # Open the texts first, because a tokenizer determines the vocabulary, and so the sizes.
     starts = {name: read_settings(words)[:2] for name, words in variants.items()}
+    opened = {}
+    texts = {}  # hashes
+    for name, (settings, start) in starts.items():
+        settings, corpus = open_text(settings, start, opened)
+        starts[name] = (settings, start)
+        texts[name] = corpus.sha256
+    swept = [key for key, words in sweep.items() if len(words) > 1]
+    if len({*texts.values()}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
+        raise ValueError("losses on different data are not comparable. fix: leave one out")
     if match != "none":
         match_sizes(variants, starts, match)
-    swept = [key for key, words in sweep.items() if len(words) > 1]
     firsts = {}  # first variant by model.dim, the baseline of this size
-    corpora = {}
     planned = []
     for name, words in variants.items():
         settings, start = starts[name]
         baseline = firsts.setdefault(settings.model["dim"], name)
-        settings, corpus = open_text(settings, start, corpora)
         if start.pretrained is not None:
             # This checkpoint does not change when the run that saved it is trained further.
             words.append(f"init_from={quoted(start.pretrained)}")
             settings = settings.model_copy(update={"init_from": str(start.pretrained)})
-        text = corpus.sha256
-        planned.append(Variant(name, words, settings, text, seeds, folder, baseline, swept))
-    if len({variant.text for variant in planned}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
-        raise ValueError("losses on different data are not comparable. fix: leave one out")
+        planned.append(Variant(name, words, settings, texts[name], seeds, folder, baseline, swept))
     return planned
 
 

@@ -127,6 +127,15 @@ class Run:
         return "val_loss" if self.last["val_bpb"] is None else "val_bpb"
 
     @property
+    def held_out_bytes(self) -> int | None:
+        """The size of the evaluated text, which no tokenizer changes; None if it is unknown."""
+        if self.last.get("val_bpb") is None:
+            return None
+        # Every token but the first is a target.
+        nats = self.last["val_loss"] * (self.last["eval_tokens"] - 1)
+        return round(nats / math.log(2) / self.last["val_bpb"])
+
+    @property
     def metric_name(self) -> str:
         names = {"val_loss": "nats per token", "val_bpb": "bits per byte"}
         return names.get(self.metric, f"{self.task} accuracy")
