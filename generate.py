@@ -13,12 +13,13 @@ from time import perf_counter
 
 import torch
 
+from data.tokenizer import Tokenizer
 from inference.batch import Sequence
 from inference.engine import Engine, new_cache
 from inference.load import load
 from inference.prompts import new_sequences
 from inference.sampling import sample
-from inference.text import detokenize, print_texts
+from inference.text import check_stop_texts, detokenize, print_texts
 from model.transformer import Transformer
 from run import compilation, errors, hardware
 from run.cli import Parser, add_batch_option, add_model_options, bounded_number, user_path
@@ -34,6 +35,7 @@ def main(args: argparse.Namespace) -> None:
         prompts = read_prompts(args)
         is_compiled = pick_compile(args, len(prompts))
         model, tokenizer, name = load(args.run, args.device, args.dtype)
+        stop_texts = check_stop_texts(tokenizer, args.stop)
         sequences = new_sequences(
             tokenizer,
             prompts,
@@ -44,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
         )
 
     # Set up decoding.
-    engine = new_engine(args, model, sequences)
+    engine = new_engine(args, model, tokenizer, sequences)
     if is_compiled and engine.cache is not None:
         compile_engine(engine, is_required=args.compile == "true")
     if engine.can_capture:
@@ -55,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
         end = "" if sys.stdout.isatty() else "\n"
         print(f"\033[2m{prompts[0]}\033[0m", end=end, file=sys.stderr, flush=True)
     start = perf_counter()
-    texts = detokenize(engine.generate(sequences), tokenizer, args.stop)
+    texts = detokenize(engine.generate(sequences), tokenizer, stop_texts)
     num_tokens = print_texts(texts, has_headings=len(sequences) > 1)
 
     # Report speed and memory.
@@ -77,10 +79,13 @@ def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
     return compilation.pick_compile(wanted, device, is_long)
 
 
-def new_engine(args: argparse.Namespace, model: Transformer, sequences: list[Sequence]) -> Engine:
+def new_engine(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, sequences: list[Sequence]
+) -> Engine:
     """Create an engine that samples according to the options, with a cache unless disabled."""
     sampler = partial(
         sample,
+        vocab_size=tokenizer.vocab_size,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -170,7 +175,8 @@ def parse_arguments() -> argparse.Namespace:
         "--stop",
         action="append",
         default=[],
-        help="end generation before this string; may be repeated",
+        type=lambda text: text.replace("\\n", "\n"),
+        help="end generation before this string, in which \\n is a newline; may be repeated",
     )
 
     # Cache and compilation.
@@ -193,18 +199,16 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--no-cache cannot be combined with --compile true")
     if args.no_cache and args.cache_dtype != "auto":
         parser.error(f"--no-cache cannot be combined with --cache-dtype {args.cache_dtype}")
-    if "" in args.stop:
-        parser.error("--stop is empty, so every text would end immediately")
     return args
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts. Raises ValueError for an invalid prompt."""
     if args.prompt == "-":
-        return [sys.stdin.buffer.read().decode()]
+        return [sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")]
     if args.prompt is not None:
         # Raises UnicodeDecodeError, a ValueError, for an argument that is not UTF-8.
-        return [os.fsencode(args.prompt).decode()]
+        return [os.fsencode(args.prompt).decode("utf-8-sig")]
 
     # A prompt file has one prompt per line; empty lines are skipped.
     try:

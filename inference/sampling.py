@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5  # below it, sampling is greedy
+ROUNDING = 1e-6  # of a sum of probabilities in fp32
 
 
 def sample(
@@ -12,6 +13,7 @@ def sample(
     draw_indices: Tensor,
     seen_tokens: Tensor | None = None,
     *,
+    vocab_size: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -23,37 +25,38 @@ def sample(
     A row's sample depends on its logits, seen tokens, seed and draw index, not on other rows.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. Filters apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
-    The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V).
+    The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V). A model
+    may have more rows than its tokenizer has tokens: only the first `vocab_size` are sampled.
     """
     assert seeds.shape == draw_indices.shape == logits.shape[:-1]
-    logits = logits.float()
+    logits = logits[..., :vocab_size].float()
     if repetition_penalty != 1:
-        assert seen_tokens is not None and seen_tokens.shape == logits.shape
+        assert seen_tokens is not None
+        seen_tokens = seen_tokens[..., :vocab_size]
         divided = logits / repetition_penalty
         penalized = torch.where(logits > 0, divided, logits * repetition_penalty)
         logits = torch.where(seen_tokens, penalized, logits)
-    if temperature < MIN_TEMPERATURE:
+    if temperature < MIN_TEMPERATURE or top_k == 1:
         return argmax(logits)
 
     # Sort the most likely tokens if top-k or top-p needs them in order.
-    vocab_size = logits.shape[-1]
-    if top_p < 1 or 0 < top_k < vocab_size:
-        num_kept = vocab_size
-        if top_k > 0:
-            num_kept = min(top_k, vocab_size)
+    num_kept = num_tokens = logits.shape[-1]
+    if 0 < top_k < num_tokens:
+        num_kept = top_k
+    if top_p < 1 or num_kept < num_tokens:
         logits, tokens = logits.topk(num_kept)
     else:
-        tokens = torch.arange(vocab_size, device=logits.device).expand_as(logits)
+        tokens = torch.arange(num_tokens, device=logits.device).expand_as(logits)
 
     probability = (logits / temperature).softmax(dim=-1)
     if top_p < 1:
-        # Drop a token if the tokens before it already have a total probability of top_p; always
-        # keep the first token.
+        # Drop a token if the tokens before it already have a total probability of top_p, up to
+        # rounding; always keep the first token.
         probability_before = probability.cumsum(dim=-1) - probability
-        is_dropped = (probability_before >= top_p) & (probability_before > 0)
+        is_dropped = probability_before > max(0.0, top_p - ROUNDING)
         probability = probability.masked_fill(is_dropped, 0.0)
     if min_p > 0:
-        threshold = min_p * probability.amax(dim=-1, keepdim=True)
+        threshold = min_p * (1 - ROUNDING) * probability.amax(dim=-1, keepdim=True)
         probability = probability.masked_fill(probability < threshold, 0.0)
 
     # noise / p is an exponential arrival time of rate p; the earliest token is a sample from p.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import IdTokenizer, Tokenizer
 from inference.batch import Sequence
 from inference.engine import Engine, new_cache
 from inference.prompts import new_sequences
@@ -49,7 +49,8 @@ def stream_text(
         tokenizer, prompts, model.context, max_new_tokens=max_new_tokens, seed=seed
     )
     cache = new_cache(model, sequences, batch_size)
-    engine = Engine(model, partial(sample, **options), cache)
+    sampler = partial(sample, vocab_size=tokenizer.vocab_size, **options)
+    engine = Engine(model, sampler, cache)
     yield from detokenize(engine.generate(sequences), tokenizer, stop_texts)
 
 
@@ -58,16 +59,30 @@ def detokenize(
 ) -> Iterator["StreamingText"]:
     """Yield a sequence's text whenever it has a new token; finish the sequence at a stop text."""
     texts = {}
-    if isinstance(stop_texts, str):
-        stop_texts = [stop_texts]
-    stop_texts = tuple(stop_texts)  # a tuple, because each sequence iterates over it
-    if "" in stop_texts:
-        raise ValueError("a stop text is empty. fix: leave it out")
+    stop_texts = check_stop_texts(tokenizer, stop_texts)
     for sequence in generated:
         if sequence not in texts:
             texts[sequence] = StreamingText(sequence, tokenizer, stop_texts)
         texts[sequence].update()
         yield texts[sequence]
+
+
+def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the stop texts. Raises ValueError for one that can never match."""
+    if isinstance(stop_texts, str):
+        stop_texts = [stop_texts]
+    stop_texts = tuple(stop_texts)
+    for stop in stop_texts:
+        problem = None
+        if stop == "":
+            problem = "is empty"
+        elif isinstance(tokenizer, IdTokenizer):
+            problem = "cannot be found in token ids"
+        elif tokenizer.encode_with_special_tokens(stop) != tokenizer.encode(stop):
+            problem = "contains a special token, which is not part of a text"
+        if problem is not None:
+            raise ValueError(f"a stop text {problem} (--stop {stop!r}). fix: leave it out")
+    return stop_texts
 
 
 class StreamingText:

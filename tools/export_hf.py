@@ -127,11 +127,12 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
         # Round the weights, so that the written model can be compared with this one.
         dtype = DTYPES[args.dtype]
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(dtype).float()
-            if not parameter.isfinite().all():
+            rounded = parameter.to(dtype).float()
+            if not (rounded - parameter).norm() <= 0.01 * parameter.norm():
                 raise ValueError(
-                    f"a weight is too large for {args.dtype} ({name}). fix: --dtype bf16"
+                    f"{args.dtype} cannot represent these weights ({name}). fix: --dtype bf16"
                 )
+            parameter.data = rounded
 
     config |= {"torch_dtype": str(dtype).removeprefix("torch."), **special_ids(tokenizer)}
     (architecture,) = config["architectures"]

@@ -43,8 +43,10 @@ def test_greedy_text_past_the_context_is_the_same_without_a_cache(generate):
     assert generate("Ann had", GREEDY + "100 --no-cache").out == cached.out
 
 
-@pytest.mark.parametrize("words", [["--stop", ""], ["--cache-dtype=int8", "--no-cache"]])
-def test_options_without_an_effect_are_refused(command, words):
+@pytest.mark.parametrize(
+    "words", [["--stop", ""], ["--stop", "a</s>"], ["--cache-dtype=int8", "--no-cache"]]
+)
+def test_options_without_an_effect_are_refused(command, drawn_run, words):
     result = command("generate.py", "Ann had", *words)
     (line,) = result.err.splitlines()
     assert (result.code, result.out) == (2, "") and words[0].partition("=")[0] in line
@@ -111,8 +113,15 @@ def test_generate_text_returns_the_same_text_as_the_command(generate, drawn_run)
         for seed in (3, 4)
     )
     assert [text + "\n" for text in texts] == bodies(printed) and texts != other
-    with pytest.raises(ValueError, match="stop text"):
-        generate_text(model, tokenizer, prompts, stop_texts=["a", ""])
+    for stop in ("", "<s>"):
+        with pytest.raises(ValueError, match=f"stop text .*'{stop}'"):
+            generate_text(model, tokenizer, prompts, stop_texts=["a", stop])
+
+
+def test_a_newline_can_be_typed_as_a_stop_text(generate):
+    words = GREEDY + "3 --repetition-penalty 1e-9"  # repeats a token of the prompt
+    assert generate("a\n", words).out == "\n\n\n\n"
+    assert generate("a\n", words + " --stop \\n").out == "\n"
 
 
 def test_stream_text_yields_after_every_token(drawn_run):
@@ -162,8 +171,12 @@ def test_any_text_can_be_a_prompt(generate, prompt):
 
 
 def test_a_minus_reads_the_prompt_from_standard_input(generate, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Ann had")))
-    assert generate("-", GREEDY + "3").out == generate("Ann had", GREEDY + "3").out
+    """A byte order mark and the last newline are no part of a prompt, wherever it comes from."""
+    expected = generate("Ann had", GREEDY + "3").out
+    for typed in (b"Ann had", b"\xef\xbb\xbfAnn had\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
+        assert generate("-", GREEDY + "3").out == expected
+    assert generate("\ufeffAnn had", GREEDY + "3").out == expected
 
 
 def test_generation_without_a_run_explains_how_to_train_one(command):

@@ -56,8 +56,29 @@ def test_samples_follow_the_specified_distribution(knobs, kept):
 
 
 def test_top_p_keeps_the_smallest_set_with_this_probability():
-    """Two of four equal tokens have a total probability of exactly 0.5."""
-    assert len(draws(torch.zeros(1000, 4), top_p=0.5).unique()) == 2
+    """Two of four equal tokens have a total probability of exactly 0.5, and so on."""
+    for size, top_p, kept in ((4, 0.5, 2), (10, 0.6, 6), (7, 3 / 7, 3), (1000, 0.3, 300)):
+        found = draws(torch.zeros(20_000, size), top_p=top_p).unique()
+        assert len(found) == kept
+
+
+@pytest.mark.parametrize("min_p", [0.05, 0.1, 0.2, 0.3, 0.7])
+def test_min_p_keeps_a_token_exactly_at_the_bound(min_p):
+    logits = torch.tensor([0.0, min_p, min_p * 0.999]).clone()
+    logits[1:] = logits[1:].log()
+    assert draws(logits.expand(5000, 3), min_p=min_p).unique().tolist() == [0, 1]
+
+
+def test_ids_without_a_token_are_never_sampled():
+    logits = torch.zeros(2000, 6)
+    seen = torch.ones(2000, 6, dtype=torch.bool)
+    for knobs in ({}, {"top_k": 5}, {"seen_tokens": seen, "repetition_penalty": 2.0}):
+        assert draws(logits, vocab_size=4, **knobs).unique().tolist() == [0, 1, 2, 3]
+
+
+def test_the_most_likely_token_is_the_same_with_top_k_and_without():
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    assert draws(logits, top_k=1) == draws(logits, temperature=0) == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-45])

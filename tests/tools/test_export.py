@@ -139,6 +139,12 @@ def test_an_export_checks_its_folder_and_uses_the_requested_dtype(command, token
         assert result.code == 2 and result.err.count("\n") == 1 and where in result.err
     result = command(*words, "there", "--dtype", "f16")
     assert result.code == 2 and "norm.weight" in result.err and not Path("there").exists()
+    with torch.no_grad():
+        model.norm.weight[3] = 1.0
+        model.embed.weight *= 1e-7  # smaller than most fp16 numbers
+    checkpoint.save(tmp_path / "small", 1, model.state_dict(), trees, tokenizer.files, {})
+    result = command(EXPORT, "--run", "small", "--out", "there", "--dtype", "f16")
+    assert result.code == 2 and "embed.weight" in result.err and not Path("there").exists()
 
     Path("there").mkdir()  # an empty folder is accepted
     result = command(*words, "there", "--dtype", "bf16").succeeded()
