@@ -1,5 +1,6 @@
 """Save and restore the state of a run."""
 
+import math
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,8 @@ class Checkpointer:
             progress.total_steps = state.steps
             progress.expected_steps = state.expected_steps
             self.budget.is_fitted = state.is_fitted
+        else:
+            self.say_rate(state, progress)
         self.env.ranks.on_rank0(self.budget.check_time_left, progress)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.wandb_id = state.wandb_id
@@ -187,6 +190,16 @@ class Checkpointer:
             if saved.config["machine"].get(key) != value:
                 then = as_typed(saved.config["machine"].get(key))
                 say(f"changed: {key} (was {then}, now {as_typed(value)}), which changes rounding")
+
+    def say_rate(self, state: SavedState, progress: Progress) -> None:
+        """Print how the learning rate changes if a run has a new length, unless it is unknown."""
+        schedule, rates = self.trainer.schedule, self.trainer.rates
+        before = schedule(max(0, progress.step - 1), state.steps)
+        now = schedule(progress.step, progress.total_steps)
+        before *= rates.run_factor(state.expected_steps) * rates.by_name("base")["lr"]
+        now *= rates.run_factor(progress.expected_steps) * rates.by_name("base")["lr"]
+        if progress.total_steps < math.inf and not before / 2 < now < before * 2:
+            say(f"changed: lr, from {before:.2g} to {now:.2g}, because of the new length")
 
     def read_state(self, path: Path) -> SavedState:
         """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""

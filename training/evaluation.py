@@ -170,6 +170,8 @@ class Evaluator:
                 text = self.ranks.on_rank0(self.generate, progress.step)
         if self.signals.agree(self.ranks):
             return
+        # The log recognizes a sample that was cut off by its missing newline.
+        text = text.rstrip("\n")
         self.log.append(SAMPLES, f"--- step {progress.step}\n{text}\n")
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 

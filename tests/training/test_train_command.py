@@ -110,7 +110,10 @@ def test_an_extended_run_keeps_the_evaluation_at_its_old_end(command, story, mon
     (old_end,) = (line for line in metrics(run) if "val_loss" in line)
     samples = (run / "samples.txt").read_text(encoding="utf-8")
     assert old_end["eval_tokens"] == 4 * 128 // 10  # a run of 8 steps would evaluate more tokens
-    command("train.py", "run_dir=runs/a", "resume=true", "steps=8").succeeded()
+    extended = command("train.py", "run_dir=runs/a", "resume=true", "steps=8").succeeded()
+    # The rate is near its end before, and near its peak afterwards, as the metrics also say.
+    rates = {line["step"]: line["lr"] for line in metrics(run) if "lr" in line}
+    assert f"from {rates[4]:.2g} to {rates[5]:.2g}" in extended.err
     kept, new_end = (line for line in metrics(run) if "val_loss" in line)
     assert kept["step"] == 4 and new_end["step"] == 8
     assert kept["val_loss"] == old_end["val_loss"]
