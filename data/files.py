@@ -166,8 +166,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
         except (ValueError, OSError, EOFError, RecursionError, pyarrow.ArrowException) as error:
             reason, _, _ = str(error).partition("\n")
             raise ValueError(
-                f"cannot read {file} after {num_documents} documents ({reason}). fix: save it as "
-                "UTF-8 text, or set data.text_field to the field that contains the text"
+                f"cannot read {file} after {num_documents} documents ({reason}). fix: copy it "
+                "again, save it as UTF-8 text, or set data.text_field to the field with the text"
             ) from None
 
 

@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from data.tokenizer import Tokenizer
 from model.build import build_model
 from run import cli, errors
 from run.compose import choices, compose
@@ -63,7 +64,10 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
-    model = build_model(check_buildable(settings).model, "meta")
+    sizes = check_buildable(settings).model
+    if settings.data.get("tokenizer"):
+        sizes["vocab_size"] = Tokenizer.load(settings.data["tokenizer"]).vocab_size
+    model = build_model(sizes, "meta")
     bytes_of_one = model.cache_bytes(1, torch.bfloat16)
     bytes_of_two = model.cache_bytes(2, torch.bfloat16)
     bytes_of_context = model.cache_bytes(model.context, torch.bfloat16)

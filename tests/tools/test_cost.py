@@ -39,3 +39,10 @@ def test_cost_figures_match_the_allocated_model(attention):
         f"{caches[1] - caches[0]:,}",
         f"{caches[2] / 1e6:.2f}",
     )
+
+
+def test_the_vocabulary_of_a_tokenizer_counts(tmp_path, tokenizer):
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(tokenizer.files[file.name])
+    _, vocabulary, *_ = cost.row("gqa", ["model=tiny", f"data.tokenizer={file}"])
+    assert vocabulary == f"{tokenizer.vocab_size:,}"

@@ -190,7 +190,7 @@ def from_hf_config(entries: dict, name: str) -> dict:
     if different:
         raise ValueError(
             f"our layers cannot express this {name} (config.json: {', '.join(different)}). fix: "
-            "use a different model, or delete entries that the model does not need"
+            "use a different model"
         )
     return tree
 
