@@ -64,12 +64,10 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
         start = Start(pretrained=pretrained)
     # A task has no tokenizer, but a vocabulary size.
     has_tokenizer = settings.init_from is not None or settings.data.get("tokenizer") is not None
-    is_typed = any(word.lstrip("+").startswith("data.vocab_size=") for word in overrides)
-    if "tokenizer" in settings.data and has_tokenizer and is_typed:
-        raise ValueError(
-            f"the tokenizer has its own vocabulary (data.vocab_size={settings.data['vocab_size']}). "
-            "fix: leave it out"
-        )
+    for word in overrides:
+        is_ignored = re.match(r"\+*data\.(vocab_size|bos)=", word) is not None
+        if is_ignored and has_tokenizer and "tokenizer" in settings.data:
+            raise ValueError(f"the tokenizer determines this ({word}). fix: leave it out")
     device = hardware.pick_device(settings.device)
     # Only their errors matter here.
     hardware.pick_precision(settings.precision, device)

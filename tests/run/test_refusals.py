@@ -60,6 +60,7 @@ batch_tokens=1000                                   2  batch_tokens
 max_minutes=null max_epochs=null                    2  max_minutes
 sharded=true                                        2  sharded
 data.tokenizer=any.model data.vocab_size=400        2  data.vocab_size
+data=tokens data.tokenizer=any.model data.bos=4     2  data.bos
 # Machines and files.
 precision=fp16                                      2  fp16
 device=cuda                                         2  device=cuda
