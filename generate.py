@@ -6,7 +6,6 @@ several texts are generated, a line with its number and the beginning of its pro
 
 import argparse
 import os
-import signal
 import sys
 from functools import partial
 from time import perf_counter
@@ -118,7 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt",
         nargs="?",
-        help="text to continue; - reads it from stdin; -- goes before a text with a dash",
+        help="text to continue; - reads it from stdin, without its last newline; -- goes before a "
+        "text with a dash",
     )
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
@@ -175,8 +175,7 @@ def parse_arguments() -> argparse.Namespace:
         "--stop",
         action="append",
         default=[],
-        type=lambda text: text.replace("\\n", "\n"),
-        help="end generation before this string, in which \\n is a newline; may be repeated",
+        help="end generation before this string; may be repeated; a newline is $'\\n' in bash",
     )
 
     # Cache and compilation.
@@ -228,6 +227,5 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` has read enough
     with errors.hard_exit(), errors.report_errors():
         main(parse_arguments())

@@ -85,13 +85,13 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map a file's tokens, and check its tokenizer, its length and its ids."""
-        # Our own shards are next to their tokenizer. A shard may be named by a link.
-        own = tokenizer_file(file.resolve().parent)
-        if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
-            raise ValueError(
-                f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
-                "without init_from"
-            )
+        # Our own shards are next to their tokenizer, and so may be a link to a shard.
+        for own in {tokenizer_file(file.parent), tokenizer_file(file.resolve().parent)}:
+            if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
+                raise ValueError(
+                    f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
+                    "without init_from"
+                )
 
         # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
         header = read_header(file)
@@ -112,7 +112,7 @@ class Pretokenized(Source):
                 "download it again, or set data.dtype"
             )
 
-        # Ids stored at twice this width would have tiny values in every other position.
+        # Ids stored at twice this width would be close to 0 in every other position.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
@@ -121,7 +121,7 @@ class Pretokenized(Source):
         is_halved = halves[0] * 64 < halves[1]
         if is_halved and len(probe) >= MIN_PROBED_TOKENS:
             raise ValueError(
-                f"every other {dtype.name} is tiny, so the ids have a different dtype ({file}). "
+                f"every other {dtype.name} is close to 0, so the ids have a different dtype ({file}). "
                 "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
             )
         # An id outside the vocabulary would index past the end of the embedding.

@@ -42,14 +42,22 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 HASHED_CHARS = 100_000
 
 
-def enough_held_out(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield held-out parts until they have MAX_VALIDATION_BYTES; the rest is not used."""
+def given_split(held_out: Iterable[Part], train: Iterable[Part]) -> Iterator[Part]:
+    """Yield held-out parts up to MAX_VALIDATION_BYTES, then training parts without copies of them."""
+    hashes = set()
     num_bytes = 0
-    for part in parts:
+    for part in held_out:
         num_bytes += len(part.text.encode())
         if num_bytes > MAX_VALIDATION_BYTES:
-            return
+            break
+        if part.is_first:
+            hashes.add(document_hash(part.text))
         yield part._replace(is_held_out=True)
+    for part in train:
+        if part.is_first:
+            is_copy = document_hash(part.text) in hashes
+        if not is_copy:
+            yield part
 
 
 def document_hash(text: str) -> int:
@@ -180,17 +188,7 @@ class Text(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.held_out_files:
-            held_out = set()
-            for part in enough_held_out(self.read(self.held_out_files)):
-                if part.is_first:
-                    held_out.add(document_hash(part.text))
-                yield part
-            # A held-out document may also be in the files to train on.
-            for part in self.read(self.files):
-                if part.is_first:
-                    is_copy = document_hash(part.text) in held_out
-                if not is_copy:
-                    yield part
+            yield from given_split(self.read(self.held_out_files), self.read(self.files))
             return
 
         # Read everything once to decide which documents to hold out, then again to yield them.
@@ -219,8 +217,8 @@ class Text(Source):
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If these are none or most of the text, hold out the
-        # document whose share of the text is closest to one in `holdout`.
+        # Hold out one document in `holdout`. If that is nothing, or more than half of the text, hold
+        # out the document whose share is closest to one in `holdout`.
         held_out = {number for number in hashes if number % self.holdout == 0}
         if not 0 < sum(lengths[number] for number in held_out) <= num_chars / 2:
             wanted = num_chars / self.holdout
@@ -271,10 +269,14 @@ class Hub(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:
-            texts = self.texts(self.validation)
-            yield from enough_held_out(chain.from_iterable(map(cut, texts)))
+            held_out, train = (
+                chain.from_iterable(map(cut, self.texts(split)))
+                for split in (self.validation, self.train)
+            )
+            yield from given_split(held_out, train)
+            return
         for text in self.texts(self.train):
-            held_out = self.validation is None and is_held_out(text, self.holdout)
+            held_out = is_held_out(text, self.holdout)
             for part in cut(text):
                 yield part._replace(is_held_out=held_out)
 

@@ -25,14 +25,15 @@ def sample(
     A row's sample depends on its logits, seen tokens, seed and draw index, not on other rows.
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. Filters apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
-    The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V). A model
-    may have more rows than its tokenizer has tokens: only the first `vocab_size` are sampled.
+    The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V). An
+    imported model may have padding rows: only ids below `vocab_size` are sampled.
     """
     assert seeds.shape == draw_indices.shape == logits.shape[:-1]
     logits = logits[..., :vocab_size].float()
     if repetition_penalty != 1:
         assert seen_tokens is not None
         seen_tokens = seen_tokens[..., :vocab_size]
+        assert seen_tokens.shape == logits.shape
         divided = logits / repetition_penalty
         penalized = torch.where(logits > 0, divided, logits * repetition_penalty)
         logits = torch.where(seen_tokens, penalized, logits)
@@ -40,7 +41,8 @@ def sample(
         return argmax(logits)
 
     # Sort the most likely tokens if top-k or top-p needs them in order.
-    num_kept = num_tokens = logits.shape[-1]
+    num_tokens = logits.shape[-1]
+    num_kept = num_tokens
     if 0 < top_k < num_tokens:
         num_kept = top_k
     if top_p < 1 or num_kept < num_tokens:

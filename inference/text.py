@@ -9,6 +9,7 @@ from inference.engine import Engine, new_cache
 from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
+from run.progress import say
 
 HEADING_WIDTH = 70  # characters of the prompt that a heading shows
 
@@ -51,15 +52,15 @@ def stream_text(
     cache = new_cache(model, sequences, batch_size)
     sampler = partial(sample, vocab_size=tokenizer.vocab_size, **options)
     engine = Engine(model, sampler, cache)
+    stop_texts = check_stop_texts(tokenizer, stop_texts)
     yield from detokenize(engine.generate(sequences), tokenizer, stop_texts)
 
 
 def detokenize(
-    generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: str | Iterable[str]
+    generated: Iterator[Sequence], tokenizer: Tokenizer, stop_texts: tuple[str, ...]
 ) -> Iterator["StreamingText"]:
     """Yield a sequence's text whenever it has a new token; finish the sequence at a stop text."""
     texts = {}
-    stop_texts = check_stop_texts(tokenizer, stop_texts)
     for sequence in generated:
         if sequence not in texts:
             texts[sequence] = StreamingText(sequence, tokenizer, stop_texts)
@@ -68,20 +69,18 @@ def detokenize(
 
 
 def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the stop texts. Raises ValueError for one that can never match."""
+    """Return the stop texts. Raises ValueError for an empty one, and for any if the text is ids."""
     if isinstance(stop_texts, str):
         stop_texts = [stop_texts]
     stop_texts = tuple(stop_texts)
     for stop in stop_texts:
-        problem = None
-        if stop == "":
-            problem = "is empty"
-        elif isinstance(tokenizer, IdTokenizer):
-            problem = "cannot be found in token ids"
-        elif tokenizer.encode_with_special_tokens(stop) != tokenizer.encode(stop):
-            problem = "contains a special token, which is not part of a text"
-        if problem is not None:
-            raise ValueError(f"a stop text {problem} (--stop {stop!r}). fix: leave it out")
+        if not stop or isinstance(tokenizer, IdTokenizer):
+            raise ValueError(f"a stop text must be part of a text ({stop!r}). fix: leave it out")
+        # A special token decodes to nothing, but ordinary text may look like one.
+        if tokenizer.encode_with_special_tokens(stop) != tokenizer.encode(stop):
+            say(f"warning: {stop!r} stops only at ordinary text, not at the special token")
+        if "\\n" in stop:
+            say(f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash")
     return stop_texts
 
 

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             command, description=description, formatter_class=HelpFormatter, allow_abbrev=False
         )
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` has read enough
 
     def error(self, message: str) -> NoReturn:
         fix = f"{self.prog} --help"

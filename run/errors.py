@@ -20,7 +20,6 @@ DIVERGED = 4
 STORAGE = 74
 PREEMPTED = 75
 INTERRUPTED = 130
-PIPE = 141  # what a shell reports for SIGPIPE
 
 # Errors of a full, read-only or broken disk, or of a network disk that has disappeared.
 NO_ROOM = {
@@ -79,7 +78,7 @@ def user_input() -> Iterator[None]:
     except OverrideError as error:
         exit_with(OVERRIDE, error)
     except OSError as error:
-        if error.errno in (*NO_ROOM, errno.EPIPE):
+        if error.errno in NO_ROOM:
             raise
         exit_with(INPUT, f"{error.strerror or error} ({error.filename or 'the input'})")
     except ValueError as error:
@@ -98,8 +97,6 @@ def report_errors() -> Iterator[None]:
         exit_with(OVERRIDE, error)
     except KeyboardInterrupt:
         exit_with(INTERRUPTED, "interrupted")
-    except BrokenPipeError:  # `| head` has read enough
-        raise SystemExit(PIPE) from None
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise

@@ -192,14 +192,14 @@ class Checkpointer:
                 say(f"changed: {key} (was {then}, now {as_typed(value)}), which changes rounding")
 
     def say_rate(self, state: SavedState, progress: Progress) -> None:
-        """Print how the learning rate changes if a run has a new length, unless it is unknown."""
-        schedule, rates = self.trainer.schedule, self.trainer.rates
-        before = schedule(max(0, progress.step - 1), state.steps)
-        now = schedule(progress.step, progress.total_steps)
-        before *= rates.run_factor(state.expected_steps) * rates.by_name("base")["lr"]
-        now *= rates.run_factor(progress.expected_steps) * rates.by_name("base")["lr"]
-        if progress.total_steps < math.inf and not before / 2 < now < before * 2:
-            say(f"changed: lr, from {before:.2g} to {now:.2g}, because of the new length")
+        """Print how a new length changes the learning rates, if it is by a factor of 2 or more."""
+        if progress.total_steps == math.inf or progress.is_finished:
+            return
+        schedule, run_factor = self.trainer.schedule, self.trainer.rates.run_factor
+        before = schedule(progress.step - 1, state.steps) * run_factor(state.expected_steps)
+        now = schedule(progress.step, progress.total_steps) * run_factor(progress.expected_steps)
+        if before > 0 and not 0.5 < now / before < 2:
+            say(f"changed: learning rates, by a factor of {now / before:.2g}, by the new length")
 
     def read_state(self, path: Path) -> SavedState:
         """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""

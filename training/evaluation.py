@@ -15,7 +15,7 @@ from run.progress import say
 from run.settings import Settings
 from run.signals import Signals
 from training.environment import Environment
-from training.logger import SAMPLES, Logger
+from training.logger import SAMPLE_END, SAMPLES, Logger
 from training.loss import TARGET_METRICS
 from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
@@ -170,9 +170,7 @@ class Evaluator:
                 text = self.ranks.on_rank0(self.generate, progress.step)
         if self.signals.agree(self.ranks):
             return
-        # The log recognizes a sample that was cut off by its missing newline.
-        text = text.rstrip("\n")
-        self.log.append(SAMPLES, f"--- step {progress.step}\n{text}\n")
+        self.log.append(SAMPLES, f"--- step {progress.step}\n{text}{SAMPLE_END}")
         say(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:

@@ -18,6 +18,7 @@ from training.steps import Progress
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
+SAMPLE_END = "\n---\n"
 EVERY_BYTE = "surrogateescape"  # a character at the end of a file may have been cut off
 PICTURE = "loss.png"
 MIN_RISE = 1.01  # factor; a smaller rise of the held-out loss is noise
@@ -94,12 +95,13 @@ class Logger:
         return end
 
     def end_of_samples(self, text: str, step: int) -> int:
-        """Return the length of the samples up to a step; a sample that was cut off ends them."""
+        """Return the length of the samples up to a step, without a last one that was cut off."""
         end = 0
         headings = [*re.finditer(r"^--- step (\d+)\n", text, re.MULTILINE)]
         for heading, following in zip_longest(headings, headings[1:]):
             sample_end = len(text) if following is None else following.start()
-            if int(heading[1]) > step or text[sample_end - 1] != "\n":
+            is_cut = following is None and not text.endswith(SAMPLE_END)
+            if int(heading[1]) > step or is_cut:
                 break
             self.logged["sample"] = int(heading[1])
             end = sample_end

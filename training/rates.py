@@ -1,8 +1,8 @@
 """Learning rates scaled to the model size, the batch size and the length of the run.
 
 `optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model with `dim`
-features, trained with `batch_tokens` tokens per step and `tokens` tokens in total. All other rates
-follow from it. docs/rates.md has the measurements.
+features and `depth` layers, trained with `batch_tokens` tokens per step and `tokens` tokens in
+total. All other rates follow from it. docs/rates.md has the measurements.
 
 Roles. Embedding, head and vectors have separate rates, given as multiples of `lr`.
 
@@ -76,9 +76,14 @@ class Reference:
         """Return the factor of Adam's rate for a matrix with `fan_in` inputs."""
         return self.dim / fan_in
 
+    @property
+    def has_run(self) -> bool:
+        """Whether rates are scaled to the size of the model and to the run."""
+        return None not in (self.depth, self.batch_tokens, self.tokens)
+
     def run_factor(self, dim: int, depth: int, batch_tokens: int, steps: float) -> float:
         """Return the factor of all rates; 1 while the number of steps is unknown (infinite)."""
-        if None in (self.depth, self.batch_tokens, self.tokens) or math.isinf(steps):
+        if not self.has_run or math.isinf(steps):
             return 1.0
         tokens = batch_tokens * steps
         batch = min(batch_tokens, tokens / MIN_STEPS)
@@ -199,6 +204,8 @@ class LearningRates:
         peaks = [f"{name} {factor * base:.3g}" for name, base in self.by_name("base").items()]
         scaling = "not scaled"
         if self.reference is not None:
-            size = f"dim {self.dim}, depth {self.depth}"
-            scaling = f"scaled to {size} and {steps:,.0f} steps, docs/rates.md"
+            size = f"dim {self.dim}"
+            if self.reference.has_run:
+                size += f", depth {self.depth} and {steps:,.0f} steps"
+            scaling = f"scaled to {size}, docs/rates.md"
         return f"peak learning rates: {', '.join(peaks)} ({scaling})"

@@ -62,12 +62,12 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     elif settings.init_from is not None:
         settings, pretrained = adopt_pretrained(settings, overrides)
         start = Start(pretrained=pretrained)
-    # A task has no tokenizer, but a vocabulary size.
+    # With a tokenizer, data.vocab_size and data.bos have no effect. A task has no tokenizer.
     has_tokenizer = settings.init_from is not None or settings.data.get("tokenizer") is not None
-    for word in overrides:
-        is_ignored = re.match(r"\+*data\.(vocab_size|bos)=", word) is not None
-        if is_ignored and has_tokenizer and "tokenizer" in settings.data:
-            raise ValueError(f"the tokenizer determines this ({word}). fix: leave it out")
+    if has_tokenizer and "tokenizer" in settings.data:
+        for word in overrides:
+            if re.match(r"\+*data\.(vocab_size|bos)=", word):
+                raise ValueError(f"the tokenizer determines this ({word}). fix: leave it out")
     device = hardware.pick_device(settings.device)
     # Only their errors matter here.
     hardware.pick_precision(settings.precision, device)

@@ -30,11 +30,18 @@ def run(stdout: IO, stderr: IO, *command: str) -> int:
         return Forked([sys.executable, ROOT / file, *arguments], stdout, stderr, {}).wait()
 
 
-def test_generation_ends_quietly_when_its_reader_has_read_enough(drawn_run):
-    generate = f"{sys.executable} {ROOT}/generate.py --temperature 0 --device cpu --num-samples 9"
-    words = ["bash", "-o", "pipefail", "-c", f"{generate} Ann | head -1"]
-    told = subprocess.run(words, capture_output=True, timeout=LONG)
-    assert told.stdout.startswith(b"--- 1: Ann") and b"rror" not in told.stderr
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("generate.py --temperature 0 --device cpu --num-samples 9 Ann", b"--- 1: Ann"),
+        ("tools/cost.py model=tiny attention=gqa,mha,mqa", b"attention "),
+    ],
+)
+def test_a_command_ends_quietly_when_its_reader_has_read_enough(drawn_run, words, first):
+    line = f"PYTHONPATH={ROOT} {sys.executable} {ROOT}/{words} | head -1"
+    shell = ["bash", "-o", "pipefail", "-c", line]
+    told = subprocess.run(shell, capture_output=True, timeout=LONG)
+    assert told.stdout.startswith(first) and b"rror" not in told.stderr
 
 
 def test_writing_standard_output_to_a_full_disk_is_a_storage_error(drawn_run):

@@ -41,7 +41,7 @@ def test_cost_figures_match_the_allocated_model(attention):
     )
 
 
-def test_the_vocabulary_of_a_tokenizer_counts(tmp_path, tokenizer):
+def test_the_cost_uses_the_vocabulary_of_the_tokenizer(tmp_path, tokenizer):
     file = tmp_path / "tokenizer.model"
     file.write_bytes(tokenizer.files[file.name])
     _, vocabulary, *_ = cost.row("gqa", ["model=tiny", f"data.tokenizer={file}"])

@@ -117,13 +117,13 @@ def plan_variants(
     # Open the texts first, because a tokenizer determines the vocabulary, and so the sizes.
     starts = {name: read_settings(words)[:2] for name, words in variants.items()}
     opened = {}
-    texts = {}  # hashes
+    hashes = {}  # of the texts
     for name, (settings, start) in starts.items():
         settings, corpus = open_text(settings, start, opened)
         starts[name] = (settings, start)
-        texts[name] = corpus.sha256
+        hashes[name] = corpus.sha256
     swept = [key for key, words in sweep.items() if len(words) > 1]
-    if len({*texts.values()}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
+    if len({*hashes.values()}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
         raise ValueError("losses on different data are not comparable. fix: leave one out")
     if match != "none":
         match_sizes(variants, starts, match)
@@ -136,7 +136,7 @@ def plan_variants(
             # This checkpoint does not change when the run that saved it is trained further.
             words.append(f"init_from={quoted(start.pretrained)}")
             settings = settings.model_copy(update={"init_from": str(start.pretrained)})
-        planned.append(Variant(name, words, settings, texts[name], seeds, folder, baseline, swept))
+        planned.append(Variant(name, words, settings, hashes[name], seeds, folder, baseline, swept))
     return planned
 
 

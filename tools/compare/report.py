@@ -300,13 +300,13 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
         data.append(f"{seeds} of {min_seeds} needed seeds per variant")
         remedies.append(f"{min_seeds} seeds (seed={','.join(map(str, range(min_seeds)))})")
 
-    every = [run for runs in groups.values() for run in runs]
-    tokens = [run.last["tokens"] for run in every]
+    runs = [run for members in groups.values() for run in members]
+    tokens = [run.last["tokens"] for run in runs]
     if min(tokens) < max(tokens):
         data.append(f"some runs saw {min(tokens):,} tokens and others {max(tokens):,}")
         remedies.append("the same number of tokens for all runs")
 
-    precisions = sorted({run.settings["machine"]["precision"] for run in every})
+    precisions = sorted({run.settings["machine"]["precision"] for run in runs})
     if len(precisions) > 1 and "precision" not in comparison.first.swept:
         data.append(f"runs in {' and '.join(precisions)}")
         remedies.append("the same precision for all runs")

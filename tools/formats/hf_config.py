@@ -189,8 +189,7 @@ def from_hf_config(entries: dict, name: str) -> dict:
             different.append(f"{entry}={entries[entry]}")
     if different:
         raise ValueError(
-            f"our layers cannot express this {name} (config.json: {', '.join(different)}). fix: "
-            "use a different model"
+            f"our layers cannot express this {name} (config.json: {', '.join(different)})"
         )
     return tree
 
