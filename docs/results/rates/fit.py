@@ -2,14 +2,14 @@
 
     python -m docs.results.rates.fit
 
-prints the tables in README.md from runs.jsonl and depth.jsonl, and how well the law and other forms predict runs to
-which they were not fitted, and draws width.svg.
+prints the tables in README.md from runs.jsonl and depth.jsonl, and how well the law and other forms
+predict setups to which they were not fitted, and draws width.svg.
 """
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -18,14 +18,20 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
+from run.compose import compose
+from run.instantiate import instantiate
 from tools.compare.plots import to_svg
-from training.rates import Reference
 
 FOLDER = Path(__file__).parent
-LR = {"muon": 0.035, "adamw": 5.2e-3}
-MUON = Reference(
-    dim=128, depth=4, batch_tokens=4096, tokens=4e6, embedding=2.6, head=0.23, vectors=0.46
-)
+OPTIMIZERS = {name: compose([f"optimizer={name}"]).optimizer for name in ("muon", "adamw")}
+# The runs of other projects, by name: dim x depth, tokens per step and tokens.
+OTHERS = {
+    "modded-nanogpt": (768 * 12, 524_288, 1.70e9),
+    "nanochat, d12": (768 * 12, 524_288, 1.32e9),
+    "nanochat, d20": (1280 * 20, 1_048_576, 5.22e9),
+}
+MIN_STEPS = 150  # of the law
+RESAMPLES = 2000
 
 
 class Setup(NamedTuple):
@@ -43,7 +49,7 @@ Runs = dict[Setup, dict[int, dict[float, float]]]
 
 
 class Optimum(NamedTuple):
-    """The minimum of the parabola through the best rate and its two neighbours."""
+    """The minimum of the parabola through the best rate and its two neighbors."""
 
     rate: float
     loss: float
@@ -52,9 +58,12 @@ class Optimum(NamedTuple):
 
 def law(setup: Setup) -> float:
     """Return the rate of matrices that training/rates.py sets."""
+    options = OPTIMIZERS[setup.optimizer]
+    reference = instantiate(options["reference"], "training")
+    rate = options["lr"] * reference.run_factor(*setup[1:])
     if setup.optimizer == "adamw":
-        return LR["adamw"] * MUON.width_factor(setup.dim)
-    return LR["muon"] * MUON.run_factor(setup.dim, setup.depth, setup.batch_tokens, setup.steps)
+        rate *= reference.width_factor(setup.dim)
+    return rate
 
 
 def optimum(losses: dict[float, float], expected: float) -> Optimum | None:
@@ -63,14 +72,14 @@ def optimum(losses: dict[float, float], expected: float) -> Optimum | None:
     best = rates.index(min(losses, key=losses.get))
     if not 0 < best < len(rates) - 1:
         return None
-    near = rates[best - 1 : best + 2]
-    parabola = np.polyfit(np.log(near), [losses[rate] for rate in near], 2)
-    place = -parabola[1] / (2 * parabola[0])
+    neighbors = rates[best - 1 : best + 2]
+    parabola = np.polyfit(np.log(neighbors), [losses[rate] for rate in neighbors], 2)
+    minimum = -parabola[1] / (2 * parabola[0])
     # Beyond the three rates, interpolate between the measured losses.
     at_law = np.interp(math.log(expected), np.log(rates), [losses[rate] for rate in rates])
-    if near[0] <= expected <= near[-1]:
+    if neighbors[0] <= expected <= neighbors[-1]:
         at_law = np.polyval(parabola, math.log(expected))
-    return Optimum(math.exp(place), float(np.polyval(parabola, place)), float(at_law))
+    return Optimum(math.exp(minimum), float(np.polyval(parabola, minimum)), float(at_law))
 
 
 def read_runs(attention: str = "gqa", momentum: float = 0.85) -> Runs:
@@ -90,7 +99,7 @@ def read_runs(attention: str = "gqa", momentum: float = 0.85) -> Runs:
 
 
 def read_optima(momentum: float = 0.85) -> dict[Setup, list[Optimum]]:
-    """Return the optima of gqa for each setup, one per seed with enough rates."""
+    """Return the optima of gqa for each setup, one for each seed with enough rates."""
     optima = {}
     for setup, by_seed in sorted(read_runs(momentum=momentum).items()):
         found = [optimum(each, law(setup)) for each in by_seed.values()]
@@ -99,7 +108,8 @@ def read_optima(momentum: float = 0.85) -> dict[Setup, list[Optimum]]:
 
 
 def print_table(optima: dict[Setup, list[Optimum]], optimizer: str) -> None:
-    print(f"\n| {optimizer}: dim, depth | batch | steps | best factor | above | lowest | seeds |")
+    columns = ("best factor", "loss at the law's rate, above the lowest", "lowest loss", "seeds")
+    print(f"\n{optimizer}\n| dim, depth | batch | steps | {' | '.join(columns)} |")
     print("|---|---|---|---|---|---|---|")
     for setup, found in optima.items():
         if setup.optimizer == optimizer:
@@ -113,9 +123,8 @@ def print_table(optima: dict[Setup, list[Optimum]], optimizer: str) -> None:
 
 
 def print_attentions() -> None:
-    print(
-        "\n| attention | dim | losses by factor of the law's rate | best factor |\n|---|---|---|---|"
-    )
+    print("\n| attention | dim | losses by factor of the law's rate | best factor |")
+    print("|---|---|---|---|")
     for attention in ("dsa", "fox", "gated", "kda", "mamba2", "mla"):
         for setup, by_seed in sorted(read_runs(attention).items()):
             (losses,) = by_seed.values()
@@ -144,53 +153,57 @@ def draw_widths() -> None:
     (FOLDER / "width.svg").write_text(to_svg(figure, "width"), encoding="utf-8")
 
 
+class Sizes(NamedTuple):
+    """Arrays with a value for each setup, relative to the reference of the law."""
+
+    dim: np.ndarray
+    depth: np.ndarray
+    batch: np.ndarray
+    tokens: np.ndarray
+
+
 class Form(NamedTuple):
-    """A formula for the logarithm of the best rate, and the values from which its fit starts.
+    """A formula for the logarithm of the best rate: its constants, and where their fit starts."""
 
-    It takes the constants and arrays of dim x depth / 512, batch / 4,096 and tokens / 4 M.
-    """
-
-    value: Callable[..., np.ndarray]
+    value: Callable[[np.ndarray, Sizes], np.ndarray]
     start: list[float]
 
 
-def power(constants, size, batch, tokens):
-    lr, of_batch, of_tokens, of_size = constants
-    return lr + of_batch * np.log(batch) - of_tokens * np.log(tokens) - of_size * np.log(size)
+def power(x: np.ndarray, at: Sizes) -> np.ndarray:
+    return (
+        x[0] + x[1] * np.log(at.batch) + x[2] * np.log(at.tokens) + x[3] * np.log(at.dim * at.depth)
+    )
 
 
-def published(constants, size, batch, tokens):
-    lr, of_size = constants
-    return power([lr, 0.5, 0.32, of_size], size, batch, tokens)
-
-
-def capped(constants, size, batch, tokens):
-    """The law. The last constant is the logarithm of its fewest steps."""
-    *others, log_steps = constants
-    largest = tokens * 4e6 / 4096 / np.exp(log_steps)
+def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
+    """A power law with a cap: the last constant is the logarithm of the fewest steps."""
+    largest = at.tokens * (4e6 / 4096) / np.exp(x[4])
     # A smooth minimum, so that the fit can move the cap.
-    batch = (batch**-8.0 + largest**-8.0) ** (-1 / 8)
-    return published(others, size, batch, tokens)
+    batch = (at.batch**-8.0 + largest**-8.0) ** (-1 / 8)
+    return power(x, at._replace(batch=batch))
 
 
-def noise_scale(constants, size, batch, tokens):
-    """The earlier law: 1 / sqrt(1 + N / B)."""
-    lr, log_scale, of_tokens, of_size = constants
-    noise = np.exp(log_scale) * tokens**of_tokens * size**of_size
-    return lr - 0.5 * np.log1p(noise / batch)
+def noise_scale(x: np.ndarray, at: Sizes) -> np.ndarray:
+    """The earlier law, 1 / sqrt(1 + N / B), which had no factor for the depth."""
+    noise = np.exp(x[1]) * at.tokens ** x[2] * at.dim ** x[3]
+    return x[0] - 0.5 * np.log1p(noise / at.batch)
 
 
-def rise_and_fall(constants, size, batch, tokens):
+def rise_and_fall(x: np.ndarray, at: Sizes) -> np.ndarray:
     """2405.14578: the rate falls again in batches beyond the noise scale."""
-    lr, log_scale, of_tokens, of_size = constants
-    noise = np.exp(log_scale) * tokens**of_tokens * size**of_size
-    return lr - np.log(np.sqrt(noise / batch) + np.sqrt(batch / noise))
+    noise = np.exp(x[1]) * at.tokens ** x[2] * (at.dim * at.depth) ** x[3]
+    return x[0] - np.log(np.sqrt(noise / at.batch) + np.sqrt(at.batch / noise))
 
 
+CAP = math.log(MIN_STEPS)
+FREE = Form(lambda x, at: capped([*x, CAP], at), [-3.4, 0.5, -0.3, -0.2])
 FORMS = {
-    "the law": Form(capped, [-3.4, 0.2, math.log(150)]),
-    "the law without its cap": Form(published, [-3.4, 0.2]),
-    "power law, all exponents fitted": Form(power, [-3.4, 0.5, 0.3, 0.2]),
+    "the law": Form(lambda x, at: capped([x[0], 0.5, -0.32, x[1], x[2]], at), [-3.4, -0.2, CAP]),
+    "the law without its cap": Form(
+        lambda x, at: power([x[0], 0.5, -0.32, x[1]], at), [-3.4, -0.2]
+    ),
+    "the law with free exponents and a cap of 150 steps": FREE,
+    "power law with free exponents": Form(power, [-3.4, 0.5, -0.3, -0.2]),
     "noise scale (the earlier law)": Form(noise_scale, [-2.2, 2.3, 0.75, 0.5]),
     "noise scale, rise and fall": Form(rise_and_fall, [-2.4, 2.4, 0.75, 0.5]),
 }
@@ -201,17 +214,15 @@ class Measured:
 
     def __init__(self, optima: dict[Setup, list[Optimum]]):
         setups = [setup for setup in optima if setup.optimizer == "muon"]
-        self.dim = np.array([setup.dim for setup in setups])
-        self.size = self.dim * np.array([setup.depth for setup in setups]) / 512
-        self.batch = np.array([setup.batch_tokens / 4096 for setup in setups])
-        self.steps = np.array([setup.steps for setup in setups])
-        self.tokens = self.batch * 4096 * self.steps / 4e6
+        dim, depth, batch, steps = np.array([setup[1:] for setup in setups], dtype=float).T
+        self.steps = steps
+        self.sizes = Sizes(dim / 128, depth / 4, batch / 4096, batch * steps / 4e6)
         means = [fmean(math.log(each.rate) for each in optima[setup]) for setup in setups]
         self.best = np.array(means)
 
-    def errors(self, form: Form, constants: Iterable[float], rows: np.ndarray) -> np.ndarray:
-        sizes = (self.size[rows], self.batch[rows], self.tokens[rows])
-        return form.value(constants, *sizes) - self.best[rows]
+    def errors(self, form: Form, constants: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        sizes = Sizes(*(each[rows] for each in self.sizes))
+        return form.value(constants, sizes) - self.best[rows]
 
     def fit(self, form: Form, rows: np.ndarray) -> np.ndarray:
         return least_squares(lambda x: self.errors(form, x, rows), form.start).x
@@ -222,10 +233,9 @@ class Measured:
 
     def leave_one_out(self, form: Form, rows: np.ndarray) -> float:
         errors = []
-        for row in np.flatnonzero(rows):
-            others = rows.copy()
-            others[row] = False
-            errors.append(self.errors(form, self.fit(form, others), np.array([row]))[0])
+        for row in rows:
+            constants = self.fit(form, rows[rows != row])
+            errors.append(self.errors(form, constants, np.array([row]))[0])
         return rms(np.array(errors))
 
 
@@ -234,26 +244,53 @@ def rms(values: np.ndarray) -> float:
 
 
 def print_forms(measured: Measured) -> None:
-    every = np.ones(len(measured.best), dtype=bool)
-    long = measured.steps >= 100
-    small = (measured.dim <= 256) & (measured.tokens < 0.5)
-    print("\n| form | constants | all | leave one out | the same, 100 steps or more | hold-out |")
+    every = np.arange(len(measured.best))
+    long = np.flatnonzero(measured.steps >= 100)
+    small = (measured.sizes.dim <= 2) & (measured.sizes.tokens < 0.5)
+    rest = np.flatnonzero(~small)
+    small = np.flatnonzero(small)
+    print("\n| form | constants | all | leave one out | 100 steps or more | hold-out |")
     print("|---|---|---|---|---|---|")
     for name, form in FORMS.items():
         cells = [
             measured.held_out(form, every, every),
             measured.leave_one_out(form, every),
             measured.leave_one_out(form, long),
-            measured.held_out(form, small, ~small),
+            measured.held_out(form, small, rest),
         ]
         print(f"| {name} | {len(form.start)} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+    for name, form in FORMS.items():
+        fits = [np.round(measured.fit(form, rows), 2) for rows in (every, small)]
+        print(f"{name}: constants {fits[0]}, and for the hold-out {fits[1]}")
+
+
+def print_intervals(measured: Measured) -> None:
+    """Resample the setups, and print the errors of the free exponents and of other runs' rates."""
+    generator = np.random.default_rng(0)
+    count = len(measured.best)
+    fits = np.array(
+        [measured.fit(FREE, generator.integers(0, count, count)) for _ in range(RESAMPLES)]
+    )
+    print(f"\nfree exponents {measured.fit(FREE, np.arange(count))[1:].round(2)}")
+    low, high = np.percentile(fits, [16, 84], axis=0)
+    print(f"standard errors {((high - low) / 2)[1:].round(2)}")
+    for name, (size, batch, tokens) in OTHERS.items():
+        at = Sizes(*(np.array([each]) for each in (size / 512, 1.0, batch / 4096, tokens / 4e6)))
+        rates = [math.exp(FREE.value(fit, at)[0]) for fit in fits]
+        low, median, high = np.percentile(rates, [5, 50, 95])
+        set_by_law = law(Setup("muon", size, 1, batch, tokens / batch))
+        print(
+            f"{name}: by the law {set_by_law:.3f}, resampled {median:.3f} [{low:.3f}, {high:.3f}]"
+        )
 
 
 if __name__ == "__main__":
     optima = read_optima()
     print_table(optima, "muon")
+    print("\nwith a momentum of 0.95:")
     print_table(read_optima(momentum=0.95), "muon")
     print_table(optima, "adamw")
     print_attentions()
     print_forms(Measured(optima))
+    print_intervals(Measured(optima))
     draw_widths()
