@@ -85,13 +85,15 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map a file's tokens, and check its tokenizer, its length and its ids."""
-        # Our own shards are next to their tokenizer, and so may be a link to a shard.
-        for own in {tokenizer_file(file.parent), tokenizer_file(file.resolve().parent)}:
-            if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
-                raise ValueError(
-                    f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
-                    "without init_from"
-                )
+        # Our own shards are next to their tokenizer, which may be next to a link or to its target.
+        own = tokenizer_file(file.parent)
+        if not own.exists():
+            own = tokenizer_file(file.resolve().parent)
+        if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
+            raise ValueError(
+                f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
+                "without init_from"
+            )
 
         # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
         header = read_header(file)

@@ -169,7 +169,7 @@ class Text(Source):
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
     have one document per row, in `text_field`. The files of the path `validation` are held out.
     Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
-    most half of the text. If there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
+    most about half of the text. If there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
     ValueError for a file that cannot be read as text.
     """
 
@@ -217,10 +217,11 @@ class Text(Source):
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If that is nothing, or more than half of the text, hold
-        # out the document whose share is closest to one in `holdout`.
+        # Hold out one document in `holdout`. If that is nothing, or far too much of the text, hold out
+        # the document whose share is closest to one in `holdout`.
         held_out = {number for number in hashes if number % self.holdout == 0}
-        if not 0 < sum(lengths[number] for number in held_out) <= num_chars / 2:
+        most = num_chars * (1 + 1 / self.holdout) / 2
+        if not 0 < sum(lengths[number] for number in held_out) <= most:
             wanted = num_chars / self.holdout
             held_out = {min(lengths, key=lambda number: abs(lengths[number] - wanted))}
         documents = iter(hashes)

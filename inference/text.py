@@ -74,6 +74,7 @@ def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> t
         stop_texts = [stop_texts]
     stop_texts = tuple(stop_texts)
     for stop in stop_texts:
+        stop.encode()  # a ValueError if the text is not UTF-8
         if not stop or isinstance(tokenizer, IdTokenizer):
             raise ValueError(f"a stop text must be part of a text ({stop!r}). fix: leave it out")
         # A special token decodes to nothing, but ordinary text may look like one.
