@@ -53,7 +53,7 @@ class Pretokenized(Source):
             raise ValueError(
                 f"BOS is not in the vocabulary (data.bos={self.bos} "
                 f"data.vocab_size={self.vocab_size}). fix: data.bos=ID, the id that separates "
-                f"documents; if there is none, data.vocab_size={self.vocab_size + 1} "
+                f"documents; without such an id, data.vocab_size={self.vocab_size + 1} "
                 f"data.bos={self.vocab_size}"
             )
 

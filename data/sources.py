@@ -51,13 +51,18 @@ def given_split(held_out: Iterable[Part], train: Iterable[Part]) -> Iterator[Par
         if num_bytes > MAX_VALIDATION_BYTES:
             break
         if part.is_first:
-            hashes.add(document_hash(part.text))
+            hashes.add((document_hash(part.text), length_of(part)))
         yield part._replace(is_held_out=True)
     for part in train:
         if part.is_first:
-            is_copy = document_hash(part.text) in hashes
+            is_copy = (document_hash(part.text), length_of(part)) in hashes
         if not is_copy:
             yield part
+
+
+def length_of(part: Part) -> int | None:
+    """Return the length of a document, which tells it from an excerpt; None if it is in parts."""
+    return len(part.text.replace("\r\n", "\n").strip("\n")) if part.is_last else None
 
 
 def document_hash(text: str) -> int:
@@ -169,8 +174,8 @@ class Text(Source):
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
     have one document per row, in `text_field`. The files of the path `validation` are held out.
     Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
-    most about half of the text. If there is only one document, its last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises
-    ValueError for a file that cannot be read as text.
+    most about half of the text. If there is only one document, its last 5% is held out, but at most
+    MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be read as text.
     """
 
     path: Paths
