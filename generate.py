@@ -204,7 +204,8 @@ def parse_arguments() -> argparse.Namespace:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts. Raises ValueError for an invalid prompt."""
     if args.prompt == "-":
-        return [sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")]
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+        return [text.replace("\r\n", "\n").removesuffix("\n")]
     if args.prompt is not None:
         # Raises UnicodeDecodeError, a ValueError, for an argument that is not UTF-8.
         return [os.fsencode(args.prompt).decode("utf-8-sig")]

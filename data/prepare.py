@@ -24,7 +24,7 @@ from run.progress import say
 from run.ranges import PositiveInt
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
-VERSION = 5
+VERSION = 6
 TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
@@ -151,6 +151,11 @@ def tokenizer_texts(source: Source) -> Iterator[str]:
         if not part.is_held_out:
             num_chars += len(part.text)
             yield part.text
+    if num_chars == 0:
+        raise ValueError(
+            "no document is left to train on (all are held out, or copies of held-out documents). "
+            "fix: add other documents"
+        )
 
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:

@@ -89,7 +89,7 @@ class Pretokenized(Source):
         own = tokenizer_file(file.parent)
         if not own.exists():
             own = tokenizer_file(file.resolve().parent)
-        if own.exists() and Tokenizer.load(own).sha256 != self.ids_of.sha256:
+        if own.exists() and encoding(Tokenizer.load(own)) != encoding(self.ids_of):
             raise ValueError(
                 f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
                 "without init_from"
@@ -114,17 +114,18 @@ class Pretokenized(Source):
                 "download it again, or set data.dtype"
             )
 
-        # Ids stored at twice this width would be close to 0 in every other position.
+        # Ids stored at twice this width would be close to 0 in every other position. Some right ids
+        # are too, so the check does not apply if data.dtype is given.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
         probe = tokens[:PROBED_TOKENS]
         halves = sorted([probe[::2].mean(), probe[1::2].mean()])
-        is_halved = halves[0] * 64 < halves[1]
-        if is_halved and len(probe) >= MIN_PROBED_TOKENS:
+        is_halved = halves[0] * 64 < halves[1] and len(probe) >= MIN_PROBED_TOKENS
+        if is_halved and self.dtype is None:
             raise ValueError(
                 f"every other {dtype.name} is close to 0, so the ids have a different dtype ({file}). "
-                "fix: data.dtype=uint32, or save them as uint16 or uint32, little-endian"
+                f"fix: data.dtype=uint32, or if the ids are right, data.dtype={dtype.name}"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:
@@ -134,6 +135,11 @@ class Pretokenized(Source):
                 "data.vocab_size, data.tokenizer or data.dtype; for text, use data=text"
             )
         return tokens
+
+
+def encoding(tokenizer: Tokenizer) -> tuple:
+    """Return what determines the ids of a document."""
+    return tokenizer.files[tokenizer.FILE], tokenizer.bos, tokenizer.document_ends
 
 
 def read_header(file: Path) -> dict[str, int]:

@@ -43,16 +43,18 @@ HASHED_CHARS = 100_000
 
 
 def given_split(held_out: Iterable[Part], train: Iterable[Part]) -> Iterator[Part]:
-    """Yield held-out parts up to MAX_VALIDATION_BYTES, then training parts without copies of them."""
+    """Yield held-out parts, then training parts of documents that are not copies of them.
+
+    Held-out parts beyond MAX_VALIDATION_BYTES are not used, but their copies are left out too.
+    """
     hashes = set()
     num_bytes = 0
     for part in held_out:
-        num_bytes += len(part.text.encode())
-        if num_bytes > MAX_VALIDATION_BYTES:
-            break
         if part.is_first:
             hashes.add((document_hash(part.text), length_of(part)))
-        yield part._replace(is_held_out=True)
+        if num_bytes <= MAX_VALIDATION_BYTES:
+            yield part._replace(is_held_out=True)
+        num_bytes += len(part.text.encode())
     for part in train:
         if part.is_first:
             is_copy = (document_hash(part.text), length_of(part)) in hashes

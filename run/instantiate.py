@@ -101,7 +101,10 @@ def check_arguments(
         if is_partial and parameter.kind is not parameter.KEYWORD_ONLY:
             is_needed = False
         if is_needed and parameter.name not in arguments:
-            raise ValueError(f"missing key ({path}.{parameter.name}, of {target.__name__})")
+            raise ValueError(
+                f"missing key ({path}.{parameter.name}, of {target.__name__}). fix: add it; if an "
+                "older version saved the run, init_from=RUN instead of resume=true"
+            )
 
     # A class's own annotation of an argument replaces its base class's annotation.
     annotations = {parameter.name: parameter.annotation for parameter in reversed(parameters)}

@@ -64,6 +64,8 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     settings = compose(
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
+    if settings.init_from is not None:
+        raise ValueError(f"no model is read (init_from={settings.init_from}). fix: leave it out")
     sizes = check_buildable(settings).model
     if settings.data.get("tokenizer"):
         sizes["vocab_size"] = Tokenizer.load(settings.data["tokenizer"]).vocab_size

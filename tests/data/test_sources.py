@@ -165,6 +165,12 @@ def test_a_held_out_document_is_not_trained_on_from_another_file(tmp_path, monke
     (tmp_path / "val.jsonl").write_text("\n".join(lines), encoding="utf-8")
     found = source(tmp_path / "train.txt", validation=str(tmp_path / "val.jsonl"))
     assert [text for text, held_out in documents_of(found) if not held_out] == ["c"]
+    # If no document is left to train on, the reason is given.
+    lines.append(json.dumps({"text": texts[2]}))
+    (tmp_path / "val.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    found = source(tmp_path / "train.txt", validation=str(tmp_path / "val.jsonl"))
+    with pytest.raises(ValueError, match="no document is left"):
+        prepare(found, tmp_path / "cache")
     # An excerpt does not remove the whole document.
     (tmp_path / "val.jsonl").write_text(json.dumps({"text": "b\n" * 60}), encoding="utf-8")
     found = source(tmp_path / "train.txt", validation=str(tmp_path / "val.jsonl"))

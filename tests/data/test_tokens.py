@@ -1,5 +1,6 @@
 """Pretokenized text: all published formats can be read, and training needs no tokenizer."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -88,12 +89,16 @@ def test_ids_of_a_different_tokenizer_are_refused(tmp_path, story):
         found = source(folder / "train-00000.bin", tokenizer=tokenizer, vocab_size=400)
         with pytest.raises(ValueError, match=f"data.tokenizer={own}"):
             prepare(found, tmp_path / "cache")
-    # A link to the file, and a tokenizer that differs only in EOS.
-    (tmp_path / "link.bin").symlink_to(folder / "train-00000.bin")
+    # Another EOS that ends only generations does not matter.
     same = tmp_path / "same" / "tokenizer.model"
     same.parent.mkdir()
     same.write_bytes(own.read_bytes())
-    same.with_name("generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
+    config = same.with_name("generation_config.json")
+    config.write_text(json.dumps({"eos_token_id": [corpus.tokenizer.eos, 5]}), encoding="utf-8")
+    prepare(source(folder, **knobs | {"tokenizer": str(same)}), tmp_path / "cache")
+    # A link to the file, and a tokenizer that differs only in the EOS at the end of a document.
+    (tmp_path / "link.bin").symlink_to(folder / "train-00000.bin")
+    config.write_text('{"eos_token_id": 5}', encoding="utf-8")
     names = {tmp_path / "link.bin": tmp_path / "other.model", folder / "train-00000.bin": same}
     for path, tokenizer in names.items():
         with pytest.raises(ValueError, match=f"data.tokenizer={own}"):
@@ -158,6 +163,15 @@ def test_unusable_token_files_are_refused(tmp_path, content, named):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(ValueError, match=named):
         prepare(source(tmp_path), tmp_path / "cache")
+
+
+def test_small_and_large_ids_may_alternate_if_the_dtype_is_given(tmp_path):
+    ids = [1, 99] * 250
+    (tmp_path / "a.bin").write_bytes(encode(ids))
+    with pytest.raises(ValueError, match=r"data\.dtype=uint16"):
+        prepare(source(tmp_path), tmp_path / "cache")
+    corpus = prepare(source(tmp_path, dtype="uint16"), tmp_path / "cache")
+    assert corpus.train[0].tolist() == ids[: len(corpus.train[0])]
 
 
 def test_settings_that_contradict_the_token_files_are_refused(tmp_path):

@@ -172,7 +172,7 @@ def test_any_text_can_be_a_prompt(generate, prompt):
 def test_a_minus_reads_the_prompt_from_standard_input(generate, monkeypatch):
     """A byte order mark and the last newline are no part of a prompt, wherever it comes from."""
     expected = generate("Ann had", GREEDY + "3").out
-    for typed in (b"Ann had", b"\xef\xbb\xbfAnn had\n"):
+    for typed in (b"Ann had", b"\xef\xbb\xbfAnn had\n", b"Ann had\r\n"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
         assert generate("-", GREEDY + "3").out == expected
     assert generate("\ufeffAnn had", GREEDY + "3").out == expected

@@ -46,3 +46,8 @@ def test_the_cost_uses_the_vocabulary_of_the_tokenizer(tmp_path, tokenizer):
     file.write_bytes(tokenizer.files[file.name])
     _, vocabulary, *_ = cost.row("gqa", ["model=tiny", f"data.tokenizer={file}"])
     assert vocabulary == f"{tokenizer.vocab_size:,}"
+
+
+def test_a_model_to_start_from_is_refused_because_its_size_would_be_ignored():
+    with pytest.raises(ValueError, match="init_from=runs/a"):
+        cost.row("gqa", ["model=tiny", "init_from=runs/a"])
