@@ -128,8 +128,8 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
         dtype = DTYPES[args.dtype]
         for name, parameter in model.named_parameters():
             rounded = parameter.to(dtype).float()
-            change = (rounded - parameter).norm(dim=-1)
-            if not (change <= 0.01 * parameter.norm(dim=-1)).all():
+            change = (rounded - parameter).double().norm(dim=-1)
+            if not (change <= 0.01 * parameter.double().norm(dim=-1)).all():
                 raise ValueError(
                     f"{args.dtype} cannot represent these weights ({name}). fix: --dtype bf16"
                 )

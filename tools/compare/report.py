@@ -146,7 +146,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
         sections="\n".join(section.html() for section in sections.values()),
         missing="<br>".join(map(escape, missing)),
         commits=escape(", ".join(sorted({str(run.commit) for run in runs}))),
-        command=escape("\n".join(dict.fromkeys([command(), *(str(run.command) for run in runs)]))),
+        command=escape("\n".join(dict.fromkeys([command(), *(run.command or "" for run in runs)]))),
     )
     file = folder / "report.html"
     file.write_text(page, encoding="utf-8")
