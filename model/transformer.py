@@ -4,6 +4,7 @@ Touvron et al., 2302.13971.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,31 @@ from model.cache import Cache, LayerCache
 from model.context import ForwardContext
 from model.layers import Embedding, Linear, apply_softcap
 from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+class ResidualSum(torch.autograd.Function):
+    """x (fp32) + y (bf16) -> fp32, with a gradient in bf16.
+
+    The backward pass reads and writes the gradient of the residual stream in each layer, and the
+    products of the layer that computed y need it in bf16. The sum itself needs fp32 (docs/log.md).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        grad = grad.bfloat16()
+        return grad.float(), grad
+
+
+def add_to_residual(x: Tensor, y: Tensor) -> Tensor:
+    """x (B, T, D) + y (B, T, D)"""
+    # Only on a GPU, memory traffic takes enough of a step's time to matter.
+    if x.is_cuda and (x.dtype, y.dtype) == (torch.float32, torch.bfloat16):
+        return ResidualSum.apply(x, y)
+    return x + y
 
 
 class Block(nn.Module):
@@ -39,9 +65,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, CrossLayer]:
         """x (B, T, D) -> (B, T, D)"""
         y, carry = self.attention(self.attention_norm(x), ctx, cache, carry)
-        x = x + y
+        x = add_to_residual(x, y)
         if self.ffn is not None:
-            x = x + self.ffn(self.ffn_norm(x))
+            x = add_to_residual(x, self.ffn(self.ffn_norm(x)))
         return x, carry
 
 

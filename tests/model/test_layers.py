@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.context import ForwardContext, cos_and_sin
 from model.layers import FeedForward, GatedFeedForward, LayerNorm, RMSNorm, apply_rope
+from model.transformer import ResidualSum
 from tests.conftest import close, redraw
 
 
@@ -37,6 +38,17 @@ def test_rms_norm_accumulates_bf16_inputs_in_fp32():
     x = torch.full((1, 4096), 3.0, dtype=torch.bfloat16)
     norm = RMSNorm(4096, 1e-6).bfloat16()
     assert norm(x).eq(1).all()
+
+
+def test_the_residual_sum_rounds_only_its_gradient():
+    x = (1000 * random(3, 5)).float().requires_grad_()
+    y = random(3, 5).bfloat16().requires_grad_()
+    grad = random(5, 3).T.float()
+    total = ResidualSum.apply(x, y)
+    assert torch.equal(total, (x.double() + y.double()).float())
+    total.backward(grad)
+    assert torch.equal(x.grad, grad.bfloat16().float())
+    assert torch.equal(y.grad, grad.bfloat16())
 
 
 ACTIVATIONS = {
