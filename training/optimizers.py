@@ -72,7 +72,7 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     indices = torch.arange(part_size, device=x.device) + dist.get_rank() * part_size
     part = function(x[indices % len(x)])
     result = part.new_empty(part_size * world_size, *x.shape[1:])
-    dist.all_gather_into_tensor(result, part)
+    dist.all_gather_single(result, part)
     return result[: len(x)]
 
 
