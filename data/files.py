@@ -50,9 +50,9 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         files = [] if not entry else expand(entry, suffixes)
         if not files:
             raise ValueError(
-                f"no such files (path={entry}{common_suffixes(entry)}). fix: pass a file, a folder "
-                f"of {' '.join(suffixes)}, or a glob of any suffix, as data.path or "
-                "data.validation in train.py"
+                f"no such files ({entry or 'no path'}{common_suffixes(entry)}). fix: "
+                f"data.path=PATH (--text PATH), a file, a folder of {' '.join(suffixes)}, or a "
+                "glob of any suffix"
             )
         found += files
 

@@ -78,7 +78,8 @@ def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> t
         if not stop or isinstance(tokenizer, IdTokenizer):
             raise ValueError(f"a stop text must be part of a text ({stop!r}). fix: leave it out")
         # A special token decodes to nothing, but ordinary text may look like one.
-        if tokenizer.encode_with_special_tokens(stop) != tokenizer.encode(stop):
+        pieces = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in stop]
+        if any(tokenizer.decode([token]) == "" for token in pieces):
             say(f"warning: {stop!r} stops only at ordinary text, not at the special token")
         if "\\n" in stop:
             say(f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash")

@@ -58,6 +58,11 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
     began = []
     if saved.get("init_from") is not None:
         began = [f"init_from={saved['init_from']}", *size_words(saved["model"])]
+    # Only these data presets have a path, which may be typed without them.
+    presets = {"data.sources.Text": "text", "data.pretokenized.Pretokenized": "tokens"}
+    preset = presets.get(saved["data"]["_target_"])
+    if preset and not any(word.startswith("data=") for word in overrides):
+        began.append(f"data={preset}")
     typed = by_name(compose([*began, *overrides]).model_dump())
     then = by_name(saved)
     # `init_from` is saved as a path, even if it was given as the name of a run, which may be gone.

@@ -107,8 +107,8 @@ def take(carry: CrossLayer, name: str, layer: int) -> Any:
     """Return the entry that an earlier layer put into `carry`. Raises ValueError if none did."""
     if name not in carry:
         raise ValueError(
-            f"no earlier layer provides the entry that this layer reuses ({name=} {layer=}). fix: "
-            "attention=gqa"
+            f"layer {layer} reuses {name!r}, which no earlier layer has stored. fix: let the first "
+            "layer of each group compute it"
         )
     return carry[name]
 

@@ -214,9 +214,9 @@ def test_the_rates_of_a_run_from_pretrained_weights_stay_unscaled():
 
 def test_a_text_that_was_moved_can_be_given():
     saved = settings_of(*BEGAN, "data=text", "data.path=here.txt").model_dump()
-    typed = ["data=text", "data.path=there.txt"]
-    settings, told = folder.resume_settings(typed, saved, Path("run"))
-    assert settings.data["path"] == "there.txt" and len(told) == 1
+    for typed in (["data=text", "data.path=there.txt"], ["data.path=there.txt"]):
+        settings, told = folder.resume_settings(typed, saved, Path("run"))
+        assert settings.data["path"] == "there.txt" and len(told) == 1
 
 
 LOADING = """
