@@ -76,7 +76,8 @@ def project(x: Tensor, *linears: nn.Module) -> Iterator[Tensor]:
     For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
     parts of one larger layer, because one product takes less time than several small ones.
     Separate layers compute their outputs only when these are requested, because compiled training
-    on a CPU is faster if each output is processed before the next one is computed (docs/log.md).
+    on a CPU is faster if each output is processed before the next one is computed
+    (docs/dev/log.md).
     """
     if not isinstance(linears[0], FusedPart):
         for linear in linears:

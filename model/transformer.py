@@ -22,7 +22,8 @@ class ResidualSum(torch.autograd.Function):
     """x (fp32) + y (bf16) -> fp32, with a gradient in bf16.
 
     The backward pass reads and writes the gradient of the residual stream in each layer, and the
-    products of the layer that computed y need it in bf16. The sum itself needs fp32 (docs/log.md).
+    products of the layer that computed y need it in bf16. The sum itself needs fp32
+    (docs/dev/log.md).
     """
 
     @staticmethod

@@ -4,7 +4,7 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 (or tokenizer.json and its configs)
 
 A folder is written under another name, synced to disk, and then renamed. Its manifest lists the
-SHA-256 of every file. Prepared text is stored in the same way. See docs/reliability.md.
+SHA-256 of every file. Prepared text is stored in the same way. See docs/dev/testing.md.
 """
 
 import errno

@@ -182,7 +182,7 @@ def special_ids(folder: Path, tokenizer) -> dict:
     """Return a folder's generation_config.json, completed by the ids of BOS, EOS and padding.
 
     As in generate() of transformers, generation_config.json precedes config.json, and both precede
-    the tokenizer. Raises ValueError if there is no EOS.
+    the tokenizer, except for padding. Raises ValueError if there is no EOS.
     """
     generation_config = read_optional(folder / "generation_config.json")
     configs = (generation_config, read_optional(folder / "config.json"))

@@ -2,7 +2,7 @@
 
 Tensors are fake, so neither GPU memory nor a driver is needed. Inductor generates the same code as
 on a machine with the GPU, and Triton and ptxas compile the kernels; no kernel is launched.
-Requires a CUDA build of torch with its Triton; see docs/gpu.md.
+Requires a CUDA build of torch with its Triton; see docs/dev/gpu.md.
 
     python -m tests.gpu.lowering training attention=gqa model=124m model.depth=2 context=1024
 """

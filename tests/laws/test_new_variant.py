@@ -1,6 +1,7 @@
 """A new attention variant needs only files in model/attention/ and configs/attention/."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def files_over_all_attentions() -> list[str]:
     return files
 
 
-def test_a_new_variant_needs_only_two_files_to_pass_all_tests(tmp_path):
+def test_new_variants_need_only_two_files_each_to_pass_all_tests(tmp_path):
     # Copy this repository with only the attention preset that its defaults need.
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -42,10 +43,19 @@ def test_a_new_variant_needs_only_two_files_to_pass_all_tests(tmp_path):
     shutil.copy(HERE / "variant" / "average.py", tmp_path / "model" / "attention")
     shutil.copy(HERE / "variant" / "average.yaml", tmp_path / "configs" / "attention")
 
-    # Run the tests whose parameters include the variant's name.
-    files = files_over_all_attentions()
+    # Add the variant of the tutorial in docs/extend.md, and the test of its formula.
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    created = r"^`([\w/.]+)`:\n```(?:py|yml)\n(.*?)```"
+    for path, code in re.findall(created, page, re.DOTALL | re.MULTILINE):
+        (tmp_path / path).write_text(code, encoding="utf-8")
+    (test,) = re.findall(r"```py\n(def test_.*?)```", page, re.DOTALL)
+    references = tmp_path / "tests" / "model" / "test_references.py"
+    references.write_text(references.read_text(encoding="utf-8") + test, encoding="utf-8")
+
+    # Run the tests whose parameters include the variants' names.
+    files = [*files_over_all_attentions(), "tests/model/test_references.py"]
     options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--junit-xml", "results.xml")
-    selected = "[average or -average or every_attention"
+    selected = "[average or -average or every_attention or head_scale"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-k", selected, *files],
         cwd=tmp_path,

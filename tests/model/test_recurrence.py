@@ -184,7 +184,7 @@ def test_a_compiled_backward_stays_in_fp32_under_autocast(run_of):
     close(with_gradients(lambda *inputs: (y, state), inputs), expected)
 
 
-if __name__ == "__main__":  # python -m tests.model.test_recurrence prints a table for the docs
+if __name__ == "__main__":  # python -m tests.model.test_recurrence prints a table
     print("| attention= | file in fla/ops | largest difference |\n|---|---|---|")
     for preset, name in FLA.items():
         print(f"| `{preset}` | {name}/naive.py | {compare(preset):.0e} |")

@@ -185,7 +185,7 @@ def test_entries_that_a_class_fills_in_are_read():
     assert [layer["window"] for layer in layers] == [None, 5, 5, 5]
 
 
-if __name__ == "__main__":  # python -m tests.tools.test_parity prints a table of docs/formats.md
+if __name__ == "__main__":  # python -m tests.tools.test_parity prints the differences
     print("| attention= | class of transformers | largest difference | cached to full |")
     print("|---|---|---|---|")
     for variant, kind in CLASSES.items():

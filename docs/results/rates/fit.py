@@ -1,9 +1,9 @@
-"""Compare the law of learning rates with the best rates that were measured (docs/rates.md).
+"""Compare the scaling rule of docs/rates.md with the best learning rates that were measured.
 
     python -m docs.results.rates.fit
 
-prints the tables in README.md from runs.jsonl and depth.jsonl, and how well the law and other forms
-predict setups to which they were not fitted, and draws width.svg.
+prints the tables in README.md from runs.jsonl and depth.jsonl, shows how well the rule and other
+forms predict setups to which they were not fitted, and draws width.svg.
 """
 
 import json
@@ -30,7 +30,7 @@ OTHERS = {
     "nanochat, d12": (768 * 12, 524_288, 1.32e9),
     "nanochat, d20": (1280 * 20, 1_048_576, 5.22e9),
 }
-MIN_STEPS = 150  # of the law
+MIN_STEPS = 150  # of the rule
 RESAMPLES = 2000
 
 
@@ -53,10 +53,10 @@ class Optimum(NamedTuple):
 
     rate: float
     loss: float
-    loss_at_law: float
+    loss_at_rule: float
 
 
-def law(setup: Setup) -> float:
+def rule_rate(setup: Setup) -> float:
     """Return the rate of matrices that training/rates.py sets."""
     options = OPTIMIZERS[setup.optimizer]
     reference = instantiate(options["reference"], "training")
@@ -76,10 +76,10 @@ def optimum(losses: dict[float, float], expected: float) -> Optimum | None:
     parabola = np.polyfit(np.log(neighbors), [losses[rate] for rate in neighbors], 2)
     minimum = -parabola[1] / (2 * parabola[0])
     # Beyond the three rates, interpolate between the measured losses.
-    at_law = np.interp(math.log(expected), np.log(rates), [losses[rate] for rate in rates])
+    at_rule = np.interp(math.log(expected), np.log(rates), [losses[rate] for rate in rates])
     if neighbors[0] <= expected <= neighbors[-1]:
-        at_law = np.polyval(parabola, math.log(expected))
-    return Optimum(math.exp(minimum), float(np.polyval(parabola, minimum)), float(at_law))
+        at_rule = np.polyval(parabola, math.log(expected))
+    return Optimum(math.exp(minimum), float(np.polyval(parabola, minimum)), float(at_rule))
 
 
 def read_runs(attention: str = "gqa", momentum: float = 0.85) -> Runs:
@@ -102,19 +102,19 @@ def read_optima(momentum: float = 0.85) -> dict[Setup, list[Optimum]]:
     """Return the optima of gqa for each setup, one for each seed with enough rates."""
     optima = {}
     for setup, by_seed in sorted(read_runs(momentum=momentum).items()):
-        found = [optimum(each, law(setup)) for each in by_seed.values()]
+        found = [optimum(each, rule_rate(setup)) for each in by_seed.values()]
         optima[setup] = [each for each in found if each is not None]
     return {setup: found for setup, found in optima.items() if found}
 
 
 def print_table(optima: dict[Setup, list[Optimum]], optimizer: str) -> None:
-    columns = ("best factor", "loss at the law's rate, above the lowest", "lowest loss", "seeds")
+    columns = ("best factor", "loss at the rule's rate, above the lowest", "lowest loss", "seeds")
     print(f"\n{optimizer}\n| dim, depth | batch | steps | {' | '.join(columns)} |")
     print("|---|---|---|---|---|---|---|")
     for setup, found in optima.items():
         if setup.optimizer == optimizer:
-            factor = math.exp(fmean(math.log(each.rate / law(setup)) for each in found))
-            above = fmean(each.loss_at_law - each.loss for each in found)
+            factor = math.exp(fmean(math.log(each.rate / rule_rate(setup)) for each in found))
+            above = fmean(each.loss_at_rule - each.loss for each in found)
             lowest = fmean(each.loss for each in found)
             print(
                 f"| {setup.dim}, {setup.depth} | {setup.batch_tokens:,} | {setup.steps:,} | "
@@ -123,14 +123,16 @@ def print_table(optima: dict[Setup, list[Optimum]], optimizer: str) -> None:
 
 
 def print_attentions() -> None:
-    print("\n| attention | dim | losses by factor of the law's rate | best factor |")
+    print("\n| attention | dim | losses by factor of the rule's rate | best factor |")
     print("|---|---|---|---|")
     for attention in ("dsa", "fox", "gated", "kda", "mamba2", "mla"):
         for setup, by_seed in sorted(read_runs(attention).items()):
             (losses,) = by_seed.values()
-            best = optimum(losses, law(setup))
-            factor = "at an edge" if best is None else f"{best.rate / law(setup):.2f}"
-            cells = [f"{losses[rate]:.4f} ({rate / law(setup):.2f})" for rate in sorted(losses)]
+            best = optimum(losses, rule_rate(setup))
+            factor = "at an edge" if best is None else f"{best.rate / rule_rate(setup):.2f}"
+            cells = [
+                f"{losses[rate]:.4f} ({rate / rule_rate(setup):.2f})" for rate in sorted(losses)
+            ]
             print(f"| {attention} | {setup.dim} | {', '.join(cells)} | {factor} |")
 
 
@@ -141,12 +143,12 @@ def draw_widths() -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.axvline(1, color="gray", linewidth=1, linestyle=":")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("factor of the law's rates")
+    axes.set_xlabel("factor of the rule's rates")
     axes.set_ylabel("bits per byte after 200 steps")
     for setup, by_seed in sorted(read_runs().items()):
         if setup[2:] == (4, 4096, 200) and setup.optimizer == "muon":
             rates = sorted(by_seed[7])
-            factors = [rate / law(setup) for rate in rates]
+            factors = [rate / rule_rate(setup) for rate in rates]
             losses = [by_seed[7][rate] for rate in rates]
             axes.plot(factors, losses, "o-", markersize=3, label=f"dim {setup.dim}")
     axes.legend(fontsize=8, frameon=False)
@@ -154,7 +156,7 @@ def draw_widths() -> None:
 
 
 class Sizes(NamedTuple):
-    """Arrays with a value for each setup, relative to the reference of the law."""
+    """Arrays with a value for each setup, relative to the reference of the rule."""
 
     dim: np.ndarray
     depth: np.ndarray
@@ -176,7 +178,7 @@ def power(x: np.ndarray, at: Sizes) -> np.ndarray:
 
 
 def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """A power law with a cap: the last constant is the logarithm of the fewest steps."""
+    """power() with a cap: the last constant is the logarithm of the fewest steps."""
     largest = at.tokens * (4e6 / 4096) / np.exp(x[4])
     # A smooth minimum, so that the fit can move the cap.
     batch = (at.batch**-8.0 + largest**-8.0) ** (-1 / 8)
@@ -184,7 +186,7 @@ def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
 
 
 def noise_scale(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """The earlier law, 1 / sqrt(1 + N / B), which had no factor for the depth."""
+    """The earlier rule, 1 / sqrt(1 + N / B), which had no factor for the depth."""
     noise = np.exp(x[1]) * at.tokens ** x[2] * at.dim ** x[3]
     return x[0] - 0.5 * np.log1p(noise / at.batch)
 
@@ -198,13 +200,13 @@ def rise_and_fall(x: np.ndarray, at: Sizes) -> np.ndarray:
 CAP = math.log(MIN_STEPS)
 FREE = Form(lambda x, at: capped([*x, CAP], at), [-3.4, 0.5, -0.3, -0.2])
 FORMS = {
-    "the law": Form(lambda x, at: capped([x[0], 0.5, -0.32, x[1], x[2]], at), [-3.4, -0.2, CAP]),
-    "the law without its cap": Form(
+    "the rule": Form(lambda x, at: capped([x[0], 0.5, -0.32, x[1], x[2]], at), [-3.4, -0.2, CAP]),
+    "the rule without its cap": Form(
         lambda x, at: power([x[0], 0.5, -0.32, x[1]], at), [-3.4, -0.2]
     ),
-    "the law with free exponents and a cap of 150 steps": FREE,
-    "power law with free exponents": Form(power, [-3.4, 0.5, -0.3, -0.2]),
-    "noise scale (the earlier law)": Form(noise_scale, [-2.2, 2.3, 0.75, 0.5]),
+    "the rule with free exponents and a cap of 150 steps": FREE,
+    "free exponents, without a cap": Form(power, [-3.4, 0.5, -0.3, -0.2]),
+    "noise scale (the earlier rule)": Form(noise_scale, [-2.2, 2.3, 0.75, 0.5]),
     "noise scale, rise and fall": Form(rise_and_fall, [-2.4, 2.4, 0.75, 0.5]),
 }
 
@@ -278,9 +280,9 @@ def print_intervals(measured: Measured) -> None:
         at = Sizes(*(np.array([each]) for each in (size / 512, 1.0, batch / 4096, tokens / 4e6)))
         rates = [math.exp(FREE.value(fit, at)[0]) for fit in fits]
         low, median, high = np.percentile(rates, [5, 50, 95])
-        set_by_law = law(Setup("muon", size, 1, batch, tokens / batch))
+        set_by_rule = rule_rate(Setup("muon", size, 1, batch, tokens / batch))
         print(
-            f"{name}: by the law {set_by_law:.3f}, resampled {median:.3f} [{low:.3f}, {high:.3f}]"
+            f"{name}: by the rule {set_by_rule:.3f}, resampled {median:.3f} [{low:.3f}, {high:.3f}]"
         )
 
 

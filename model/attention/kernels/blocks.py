@@ -15,7 +15,7 @@ BLOCK_SIZE = 128  # minimum number of queries in a block
 MAX_BLOCKS = 8
 # Up to this many tokens, compiled blocks replace the fused kernel on a CPU in bf16, because they
 # are faster there (in fp32, they are not). For longer texts, the T^2 exponentials that they save
-# per head take too much memory, and with AMX, the fused kernel is faster (docs/speed.md).
+# per head take too much memory, and with AMX, the fused kernel is faster (docs/dev/log.md).
 MAX_COMPILED_TOKENS = 1024 if HAS_AMX else 2048
 
 

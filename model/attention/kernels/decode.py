@@ -24,7 +24,7 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """All cases, except two that torch's fused kernel computes in less time (docs/speed.md).
+    """All cases, except two that torch's fused kernel computes in less time (docs/dev/log.md).
 
     It does in bf16 with AMX and, with AVX-512, if all query heads share one key head, as in MLA,
     and there are many keys.

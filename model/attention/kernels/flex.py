@@ -58,7 +58,7 @@ def run(case: Case) -> Tensor:
         v = expand_heads(v, q)
 
     # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the
-    # length is a multiple of the block size, so queries and keys are padded (docs/gpu.md). The
+    # length is a multiple of the block size, so queries and keys are padded (docs/dev/gpu.md). The
     # padding comes last, so no token attends to it; the outputs of padding are discarded below.
     length = q.shape[2]
     padding = 0
