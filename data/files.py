@@ -87,7 +87,7 @@ def split_files(
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that an entry names. An entry is a file, a folder, or a glob of both."""
+    """Return the files that an entry names. It is a file, a folder or a glob of either."""
     entry = os.path.expanduser(entry)
     paths = [entry] if os.path.exists(entry) else glob(entry, recursive=True)
     files = []
@@ -167,7 +167,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Pa
             reason, _, _ = str(error).partition("\n")
             raise ValueError(
                 f"cannot read {file} after {num_documents} documents ({reason}). fix: copy it "
-                "again, save it as UTF-8 text, or set data.text_field to the field with the text"
+                "again, save it as UTF-8 text, or set data.text_field to the field with the text "
+                "(with --text, the field must be named text)"
             ) from None
 
 

@@ -213,8 +213,9 @@ class Text(Source):
             raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
         if self.separator and num_inside > len(hashes):
             say(
-                f"warning: {num_inside} of {self.separator} are ordinary text, because only whole "
-                "lines separate documents"
+                f"warning: {self.separator} occurs {num_inside} times inside documents, where it is "
+                "ordinary text. Only a line of a text file that contains nothing else separates "
+                "documents"
             )
 
         # A single document: hold out its end.

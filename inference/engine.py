@@ -254,8 +254,8 @@ class Engine:
 
         On a CPU, one compiled graph serves all cache lengths, or two if a sparse layer selects
         fewer keys than the cache holds; the number of slots that it reads is a dynamic size. On
-        CUDA, it is a CUDA graph, from the embedding to the sampled tokens, which reads all slots.
-        The CUDA graph reads and writes the cache and the state at recorded addresses; prefill
+        CUDA, one CUDA graph covers the step from the embedding to the sampled tokens, and reads all
+        slots. It reads and writes the cache and the state at recorded addresses; prefill
         writes to the same addresses between two steps, in stream order.
 
         Compiled steps do not notice later changes of the model, the cache's memory or the sampler.

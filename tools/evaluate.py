@@ -172,7 +172,7 @@ def measure_lengths(run_dir: Path | None, device: str = "auto") -> dict[str, flo
     if len(corpus.validation) < longest:
         raise ValueError(
             f"too few held-out tokens ({len(corpus.validation)}; a window needs {longest}). fix: "
-            "use a larger text; for a task: --slices --context N"
+            "--text FILE --context N, or train on a larger text; for a task: --slices --context N"
         )
     num_targets = settings["context"] // 2  # per window
     ends = range(longest, len(corpus.validation) + 1, num_targets)

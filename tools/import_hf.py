@@ -109,7 +109,7 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
 
 
 def narrowed(weight: Tensor, dtype: object) -> Tensor:
-    """Return an fp32 weight in this dtype, if it is shorter and changes no value."""
+    """Return an fp32 weight in `dtype` if that is bf16 or fp16 and changes no value."""
     narrow = weight.to(dtype) if dtype in (torch.bfloat16, torch.float16) else weight
     return narrow if torch.equal(narrow.float(), weight) else weight
 

@@ -50,8 +50,9 @@ class SharedAttention(SoftmaxAttention):
             provider, kv, visible, options = take(carry, "kv", self.layer)
             if provider != self.first_layer:
                 raise ValueError(
-                    f"layer {self.layer} reuses the keys of layer {self.first_layer}, but they are "
-                    f"from layer {provider}. fix: use layers that share keys throughout each group"
+                    f"layer {self.layer} needs the keys of layer {self.first_layer}, but the latest "
+                    f"shared keys are from layer {provider}. fix: let all layers from "
+                    f"{self.first_layer} to {self.layer} share keys"
                 )
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
             if options != self.shared_options:

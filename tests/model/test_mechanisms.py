@@ -123,7 +123,7 @@ def test_shared_keys_and_values_come_from_the_previous_layer():
     _, k, v = first.project_qkv(x, ctx)
     expected = second.attend(second.project_q(later, ctx), k, v, ctx.visible(None, None))
     close(y, second.o_proj(expected.flatten(-2)))
-    with pytest.raises(ValueError, match="layer=1"):
+    with pytest.raises(ValueError, match="layer 1 reuses"):
         second(later, ctx, None, {})
 
 

@@ -143,7 +143,10 @@ def plan_variants(
 def open_text(
     settings: Settings, start: Start, corpora: dict[str, tuple[Settings, Corpus]]
 ) -> tuple[Settings, Corpus]:
-    """Prepare a variant's text, or take it from `corpora`; return what training saves as settings."""
+    """Prepare a variant's text, or take it from `corpora`.
+
+    Returns the settings as training would save them, and the corpus.
+    """
     key = json.dumps([settings.data, str(start.pretrained)])
     if key not in corpora:
         corpora[key] = open_data(settings, start)[:2]
