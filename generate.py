@@ -21,7 +21,14 @@ from inference.sampling import sample
 from inference.text import check_stop_texts, detokenize, print_texts
 from model.transformer import Transformer
 from run import compilation, errors, hardware
-from run.cli import Parser, add_batch_option, add_model_options, bounded_number, user_path
+from run.cli import (
+    Parser,
+    add_batch_option,
+    add_model_options,
+    bounded_number,
+    end_with_reader,
+    user_path,
+)
 from run.progress import say
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilation
@@ -106,6 +113,7 @@ def compile_engine(engine: Engine, *, is_required: bool) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    end_with_reader()
     parser = Parser("python generate.py", __doc__)
     add = parser.add_argument
     positive = bounded_number(int, 1)

@@ -51,7 +51,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         if not files:
             raise ValueError(
                 f"no such files ({entry or 'no path'}{common_suffixes(entry)}). fix: "
-                f"data.path=PATH (--text PATH), a file, a folder of {' '.join(suffixes)}, or a "
+                f"data.path=PATH, data.validation=PATH or --text PATH: a file, a folder of {' '.join(suffixes)}, or a "
                 "glob of any suffix"
             )
         found += files

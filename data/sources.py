@@ -57,20 +57,24 @@ def given_split(held_out: Iterable[Part], train: Iterable[Part]) -> Iterator[Par
         num_bytes += len(part.text.encode())
     for part in train:
         if part.is_first:
-            is_copy = (document_hash(part.text), length_of(part)) in hashes
-        if not is_copy:
+            is_held_out = (document_hash(part.text), length_of(part)) in hashes
+        if not is_held_out:
             yield part
+
+
+def normalized(text: str) -> str:
+    """Return a text without differences in line ends and outer newlines."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
 
 
 def length_of(part: Part) -> int | None:
     """Return the length of a document, which tells it from an excerpt; None if it is in parts."""
-    return len(part.text.replace("\r\n", "\n").strip("\n")) if part.is_last else None
+    return len(normalized(part.text)) if part.is_last else None
 
 
 def document_hash(text: str) -> int:
-    """Hash the beginning of a document. Its line ends and its outer newlines do not matter."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
-    return int(text_hash(text[:HASHED_CHARS]), 16)
+    """Hash the beginning of a document."""
+    return int(text_hash(normalized(text)[:HASHED_CHARS]), 16)
 
 
 def is_held_out(text: str, holdout: int) -> bool:
@@ -176,7 +180,7 @@ class Text(Source):
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
     have one document per row, in `text_field`. The files of the path `validation` are held out.
     Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
-    most about half of the text. If there is only one document, its last 5% is held out, but at most
+    most about half of the text (three quarters with holdout=2). If there is only one document, its last 5% is held out, but at most
     MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be read as text.
     """
 

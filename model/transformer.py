@@ -19,7 +19,7 @@ from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class ResidualSum(torch.autograd.Function):
-    """x (fp32) + y (bf16) -> fp32, with a gradient in bf16.
+    """x (fp32) + y (bf16) -> fp32, with a gradient that may be rounded to bf16.
 
     The backward pass reads and writes the gradient of the residual stream in each layer, and the
     products of the layer that computed y need it in bf16. The sum itself needs fp32
@@ -38,8 +38,9 @@ class ResidualSum(torch.autograd.Function):
 
 def add_to_residual(x: Tensor, y: Tensor) -> Tensor:
     """x (B, T, D) + y (B, T, D)"""
-    # Only on a GPU, memory traffic takes enough of a step's time to matter.
-    if x.is_cuda and (x.dtype, y.dtype) == (torch.float32, torch.bfloat16):
+    # Compiled code for a GPU then moves less memory; other code has no use for it.
+    is_mixed = (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+    if x.is_cuda and is_mixed and torch.compiler.is_compiling():
         return ResidualSum.apply(x, y)
     return x + y
 

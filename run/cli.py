@@ -29,7 +29,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             command, description=description, formatter_class=HelpFormatter, allow_abbrev=False
         )
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` has read enough
 
     def error(self, message: str) -> NoReturn:
         fix = f"{self.prog} --help"
@@ -38,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         if typed and (nearest := difflib.get_close_matches(typed[1], options, 1)):
             fix = nearest[0]
         self.exit(2, f"error: {message}. fix: {fix}\n")
+
+
+def end_with_reader() -> None:
+    """End this command quietly when `| head` has read enough. Only for commands that only print."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def add_run_option(parser: Parser) -> None:

@@ -72,7 +72,7 @@ def texts(command, story) -> Path:
 
 def test_every_documented_command_is_tested():
     assert sorted(OTHERS) == sorted(TRAINING + GENERATION + COSTS)
-    assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) == 4
+    assert len(TRAINING) > 8 and len(GENERATION) > 5 and len(MODEL) > 8 and len(COMPARISON) > 2
 
 
 @pytest.mark.parametrize("line", TRAINING)

@@ -37,6 +37,7 @@ NEXT = "next: python train.py attention=NAME, with the same overrides"
 
 
 def main(arguments: list[str]) -> None:
+    cli.end_with_reader()
     parser = cli.Parser("python -m tools.cost", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides

@@ -161,7 +161,8 @@ def test_a_held_out_document_is_not_trained_on_from_another_file(tmp_path, monke
     monkeypatch.setattr("data.sources.HASHED_CHARS", 100)
     texts = ["b\n" * 999, "a\nb", "c"]
     (tmp_path / "train.txt").write_text(SEPARATOR.join(texts), encoding="utf-8")
-    lines = [json.dumps({"text": text.replace("\n", "\r\n")}) for text in texts[:2]]
+    copies = (texts[0].replace("\n", "\r\n"), texts[1].replace("\n", "\r") + "\r")
+    lines = [json.dumps({"text": text}) for text in copies]
     (tmp_path / "val.jsonl").write_text("\n".join(lines), encoding="utf-8")
     found = source(tmp_path / "train.txt", validation=str(tmp_path / "val.jsonl"))
     assert [text for text, held_out in documents_of(found) if not held_out] == ["c"]

@@ -43,7 +43,8 @@ def test_new_variants_need_only_two_files_each_to_pass_all_tests(tmp_path):
     shutil.copy(HERE / "variant" / "average.py", tmp_path / "model" / "attention")
     shutil.copy(HERE / "variant" / "average.yaml", tmp_path / "configs" / "attention")
 
-    # Add the variant of the tutorial in docs/extend.md, and the test of its formula.
+    # Add the variant of the tutorial in docs/extend.md, and the test of its formula. Blocks of py and
+    # yml are new files; blocks of python and yaml quote shipped code.
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     created = r"^`([\w/.]+)`:\n```(?:py|yml)\n(.*?)```"
     for path, code in re.findall(created, page, re.DOTALL | re.MULTILINE):
