@@ -51,8 +51,8 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         if not files:
             raise ValueError(
                 f"no such files ({entry or 'no path'}{common_suffixes(entry)}). fix: "
-                f"data.path=PATH, data.validation=PATH or --text PATH: a file, a folder of {' '.join(suffixes)}, or a "
-                "glob of any suffix"
+                "data.path=PATH, data.validation=PATH or --text PATH: a file, a folder of "
+                f"{' '.join(suffixes)}, or a glob of any suffix"
             )
         found += files
 
@@ -87,7 +87,7 @@ def split_files(
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that an entry names. It is a file, a folder or a glob of either."""
+    """Return the files that a path names; it may be a file, a folder or a glob."""
     entry = os.path.expanduser(entry)
     paths = [entry] if os.path.exists(entry) else glob(entry, recursive=True)
     files = []

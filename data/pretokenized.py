@@ -124,8 +124,8 @@ class Pretokenized(Source):
         is_halved = halves[0] * 64 < halves[1] and len(probe) >= MIN_PROBED_TOKENS
         if is_halved and self.dtype is None:
             raise ValueError(
-                f"every other {dtype.name} is close to 0, so the ids have a different dtype ({file}). "
-                f"fix: data.dtype=uint32, or if the ids are right, data.dtype={dtype.name}"
+                f"every other {dtype.name} is close to 0, so the ids have a different dtype "
+                f"({file}). fix: data.dtype=uint32, or if the ids are right, data.dtype={dtype.name}"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:

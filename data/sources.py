@@ -180,8 +180,9 @@ class Text(Source):
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
     have one document per row, in `text_field`. The files of the path `validation` are held out.
     Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
-    most about half of the text (three quarters with holdout=2). If there is only one document, its last 5% is held out, but at most
-    MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be read as text.
+    most about half of the text (three quarters with holdout=2). If there is only one document, its
+    last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot
+    be read as text.
     """
 
     path: Paths
@@ -229,8 +230,8 @@ class Text(Source):
             yield from self.without_end(num_chars - max(1, min(num_chars // 20, most)))
             return
 
-        # Hold out one document in `holdout`. If that is nothing, or far too much of the text, hold out
-        # the document whose share is closest to one in `holdout`.
+        # Hold out one document in `holdout`. If no document is chosen, or far too much text, hold
+        # out the document whose share is closest to one in `holdout`.
         held_out = {number for number in hashes if number % self.holdout == 0}
         most = num_chars * (1 + 1 / self.holdout) / 2
         if not 0 < sum(lengths[number] for number in held_out) <= most:
@@ -282,10 +283,8 @@ class Hub(Source):
 
     def parts(self) -> Iterator[Part]:
         if self.validation is not None:
-            held_out, train = (
-                chain.from_iterable(map(cut, self.texts(split)))
-                for split in (self.validation, self.train)
-            )
+            held_out = chain.from_iterable(map(cut, self.texts(self.validation)))
+            train = chain.from_iterable(map(cut, self.texts(self.train)))
             yield from given_split(held_out, train)
             return
         for text in self.texts(self.train):

@@ -78,9 +78,9 @@ def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> t
         if not stop or isinstance(tokenizer, IdTokenizer):
             raise ValueError(f"a stop text must be part of a text ({stop!r}). fix: leave it out")
         # A special token decodes to nothing, but ordinary text may look like one. EOS always stops.
-        others = set(range(tokenizer.vocab_size)) - {*tokenizer.eos_ids}
-        pieces = [token for token in others if tokenizer.piece(token) in stop]
-        if any(tokenizer.decode([token]) == "" for token in pieces):
+        tokens = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in stop]
+        special = {token for token in tokens if tokenizer.decode([token]) == ""}
+        if special - {*tokenizer.eos_ids}:
             say(f"warning: {stop!r} stops only at ordinary text, not at the special token")
         if "\\n" in stop:
             say(f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash")
