@@ -29,7 +29,7 @@ from run.cli import (
     end_with_reader,
     user_path,
 )
-from run.progress import say
+from run.progress import print0
 
 MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilation
 
@@ -37,7 +37,7 @@ MIN_STEPS_TO_COMPILE = 4000  # decode steps that take about as long as compilati
 def main(args: argparse.Namespace) -> None:
     """Read prompts, load a model, generate, and print."""
     # Read and validate all input; a ValueError exits with code 2.
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         prompts = read_prompts(args)
         is_compiled = pick_compile(args, len(prompts))
         model, tokenizer, name = load(args.run, args.device, args.dtype)
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     if engine.cache is not None:
         memory = f"{engine.cache.nbytes:,} bytes of cache"
     tokens = f"{num_tokens} token{'s' * (num_tokens != 1)}"
-    say(f"{name}: {tokens}, {speed:,.0f} tokens/s, {memory}")
+    print0(f"{name}: {tokens}, {speed:,.0f} tokens/s, {memory}")
 
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:

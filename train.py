@@ -13,7 +13,7 @@ import sys
 
 from run import distributed, errors, folder, hardware
 from run.compose import help_text
-from run.progress import say
+from run.progress import print0
 from run.signals import Signals
 from training import setup
 from training.clock import Clock
@@ -26,7 +26,7 @@ IMPORT_SECONDS = monotonic() - BEFORE_IMPORTS  # included in max_minutes
 def main(overrides: list[str]) -> None:
     """Set up a run from its config, train, and exit with a code that shows how the run ended."""
     if {"-h", "--help"} & set(overrides):
-        with errors.user_input():
+        with errors.exit_on_invalid_input():
             print(help_text([word for word in overrides if not word.startswith("-")]))
         return
     clock = Clock(monotonic() - IMPORT_SECONDS)
@@ -59,14 +59,14 @@ def train(run: setup.Run) -> int:
     env = run.env
     settings = env.settings
     progress = run.progress
-    say(setup.summary(run))
+    print0(setup.summary(run))
     if progress.step == 0 and settings.init_from is not None:
         run.evaluator.evaluate(progress)
     if progress.is_finished:
         longer = f"steps={2 * progress.step}"
         if settings.max_minutes is not None:
             longer += " max_minutes=null"
-        say(
+        print0(
             f"finished: step {progress.step} is done. To train longer: "
             f"{folder.resume_command(env.run_dir)} {longer}"
         )
@@ -91,7 +91,7 @@ def train(run: setup.Run) -> int:
         if profiler is not None:
             profiler.step()
         if run.budget.fit(progress):
-            say(run.trainer.rates.describe(progress.expected_steps))
+            print0(run.trainer.rates.describe(progress.expected_steps))
         run.log.advance(progress, run.budget.expected_end(progress))
         if progress.is_due(settings.log_every):
             report(run)
@@ -100,12 +100,12 @@ def train(run: setup.Run) -> int:
     if env.signals.agreed:
         run.checkpointer.save(progress)
         run.log.close()
-        say(f"step {progress.step} is saved. To continue: {folder.resume_command(env.run_dir)}")
+        print0(f"step {progress.step} is saved. To continue: {folder.resume_command(env.run_dir)}")
         return env.signals.agreed
     env.signals.finish()
     run.log.close()
     run.log.plot()
-    say(f'done. Now try: python generate.py --run {shlex.quote(str(env.run_dir))} "PROMPT"')
+    print0(f'done. Now try: python generate.py --run {shlex.quote(str(env.run_dir))} "PROMPT"')
     return 0
 
 

@@ -20,7 +20,7 @@ from data.corpus import Corpus
 from data.files import PART_CHARS, Part
 from data.tokenizer import Tokenizer, tokenizer_file
 from run.checkpoint import acquire, atomic_directory, remove_leftovers, verify
-from run.progress import say
+from run.progress import print0
 from run.ranges import PositiveInt
 
 # Part of the cache key: increase it if a change in data/ changes the tokens of a text.
@@ -117,7 +117,7 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Build a corpus. Other processes that need it wait, if the file system supports locks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    say("preparing the text (only once)")
+    print0("preparing the text (only once)")
     # The operating system releases the lock if the process is killed. It would not release a soft
     # lock, which is only a file that exists.
     lock = FileLock(folder.with_name(".lock"), fallback_to_soft=False)
@@ -198,9 +198,11 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     unused = ""
     if held_out_bytes > MAX_VALIDATION_BYTES:
         unused = f", of which only {MAX_VALIDATION_BYTES:,} bytes are used"
-    say(f"{num_documents[False]:,} documents to train on, {num_documents[True]:,} held out{unused}")
+    print0(
+        f"{num_documents[False]:,} documents to train on, {num_documents[True]:,} held out{unused}"
+    )
     if change is not None:
-        say(
+        print0(
             f"warning: the tokenizer does not reproduce the text ({change}); val_bpb counts the "
             "bytes of the decoded text. fix: choose a different data.tokenizer"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.files import TEXT_SUFFIXES, Part, Paths, content_hash, cut, read_parts, split_files
 from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
-from run.progress import say
+from run.progress import print0
 from run.ranges import AtLeastTwo, PositiveInt
 
 # Folders of Python code that are skipped. Tests and encoding tables are not typical code, and
@@ -217,7 +217,7 @@ class Text(Source):
         if not hashes:
             raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
         if self.separator and num_inside > len(hashes):
-            say(
+            print0(
                 f"warning: {self.separator} occurs {num_inside} times inside documents, where it is "
                 "ordinary text. Only a line of a text file that contains nothing else separates "
                 "documents"

@@ -13,13 +13,13 @@ from inference.batch import Sampler, SamplerState, Sequence
 from model.cache import Cache
 from model.transformer import Transformer
 from run import compilation, hardware
-from run.progress import say
+from run.progress import print0
 
 if TYPE_CHECKING:  # importing Dynamo takes a second
     from torch._dynamo.types import GuardFilterEntry
 
 CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
-READ_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
+READ_SLOTS_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
 # Eager steps that let libraries allocate their workspaces, before a CUDA graph is recorded.
 NUM_WARM_UPS = 3
 
@@ -49,7 +49,7 @@ class Engine:
         weight = model.embed.weight
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
         # The view of the cache's filled slots that decode steps read (`read_slots`).
-        self.filled = cache
+        self.read_view = cache
         # The result of `compile`: the decode step on CUDA, only the model's forward on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None  # the result of `capture`: the decode step
@@ -158,7 +158,7 @@ class Engine:
             end += chunk.shape[1]
             padding = (chunk < 0).sum(dim=1) if is_ragged else None
             # Attend only to the cache slots that are filled after this chunk.
-            filled = cache.truncated(end)
+            filled = cache.first_slots(end)
             hidden, _ = self.model.hidden_states(chunk.clamp(min=0), filled, padding)
         return hidden
 
@@ -171,8 +171,8 @@ class Engine:
         if self.state.tokens.is_cuda and is_recorded:
             return
         count = self.count_slots(length)
-        if count != self.filled.capacity:
-            self.filled = self.cache.truncated(count)
+        if count != self.read_view.capacity:
+            self.read_view = self.cache.first_slots(count)
 
     def count_slots(self, length: int) -> int:
         """Return the number of slots that decode steps read if rows have `length` tokens.
@@ -182,7 +182,7 @@ class Engine:
         """
         rings = [layer.size for layer in self.cache.layers if layer.is_ring]
         length = max(length, *rings, 1)
-        count = math.ceil(length / READ_MULTIPLE) * READ_MULTIPLE
+        count = math.ceil(length / READ_SLOTS_MULTIPLE) * READ_SLOTS_MULTIPLE
         return min(count, self.cache.capacity)
 
     def advance(self) -> None:
@@ -205,11 +205,11 @@ class Engine:
 
     def next_logits(self) -> Tensor:
         """Decode each row's newest token; return the logits (B, V) of the token after it."""
-        return self.model(self.state.tokens, self.filled)[:, -1]
+        return self.model(self.state.tokens, self.read_view)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
         """Like `next_logits`, but read only len(slots) cache slots, which may vary per call."""
-        return self.model(self.state.tokens, self.cache.truncated(len(slots)))[:, -1]
+        return self.model(self.state.tokens, self.cache.first_slots(len(slots)))[:, -1]
 
     @property
     def can_capture(self) -> bool:
@@ -227,7 +227,7 @@ class Engine:
         the step cannot be recorded because it synchronizes with the host, it stays eager and a note
         is printed.
         """
-        self.filled = self.cache
+        self.read_view = self.cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -242,7 +242,7 @@ class Engine:
             except RuntimeError as error:
                 # If the step failed, its error is the context of the error from the recording.
                 reason = first_line(error.__context__ or error)
-                say(f"note: decoding without a CUDA graph ({reason})")
+                print0(f"note: decoding without a CUDA graph ({reason})")
             else:
                 self.graph = graph
         torch.cuda.current_stream().wait_stream(stream)
@@ -281,15 +281,15 @@ class Engine:
         # because a size equal to the capacity may be compiled as a constant; a CUDA graph reads all
         # slots. If compiling fails, `advance` keeps using the eager step.
         if is_cuda:
-            self.filled = self.cache
+            self.read_view = self.cache
         else:
             self.read_slots(1)
         self.run_compiled(compiled)
         # A sparse layer selects keys only if the step reads more slots than it selects, which takes
         # another graph.
-        for num_chosen in sorted({block.attention.num_chosen for block in self.model.blocks}):
-            if not is_cuda and self.filled.capacity <= num_chosen < self.cache.capacity:
-                self.read_slots(num_chosen + 1)
+        for keys_per_step in sorted({block.attention.keys_per_step for block in self.model.blocks}):
+            if not is_cuda and self.read_view.capacity <= keys_per_step < self.cache.capacity:
+                self.read_slots(keys_per_step + 1)
                 self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()
@@ -303,7 +303,7 @@ class Engine:
             # The number of slots is the length of an empty tensor, because only the size of a
             # tensor can be dynamic from the first call on: an int would first be compiled as a
             # constant. If even one token needs all slots of a small cache, the size never changes.
-            slots = torch.empty(self.filled.capacity)
+            slots = torch.empty(self.read_view.capacity)
             if self.count_slots(1) < self.cache.capacity:
                 torch._dynamo.mark_dynamic(slots, 0)
             self.state.draw(self.sampler, compiled(slots))

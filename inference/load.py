@@ -10,7 +10,7 @@ from model.transformer import Transformer
 from run import checkpoint, compilation, hardware, threads
 from run.cli import DTYPES
 from run.paths import cache_folder
-from run.progress import say
+from run.progress import print0
 
 
 def load(
@@ -38,7 +38,7 @@ def load(
     model = checkpoint.load_model(source, device, weight_dtype, context)
     if device.type == "cpu":
         if reason := threads.choose_threads():
-            say(reason)
+            print0(reason)
         quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     if device.type == "cuda":
         # On Hopper and data-center Blackwell GPUs, torch prefers cuDNN's attention

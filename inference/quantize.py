@@ -20,7 +20,7 @@ from model.layers import FusedPart, Linear
 from model.transformer import Transformer
 from run import hardware
 from run.checkpoint import sync
-from run.progress import say, warn_once
+from run.progress import print0, warn_once
 
 MAX_INT8_INPUTS = 2**16  # of a layer, so that sums of products of int8 numbers fit into int32
 MAX_FEW_TOKENS = 16  # up to this number, reading the weights takes longer than multiplying
@@ -58,7 +58,7 @@ def load_matvec(folder: Path, compiler: str | None) -> bool:
         if not hasattr(torch.ops.attend, "matvec"):
             if compiler is None:
                 raise OSError("no C++ compiler. fix: install g++, or set CXX")
-            say(f"compiling {SOURCE.name} (only once)")
+            print0(f"compiling {SOURCE.name} (only once)")
             compile_matvec(library, compiler)
             torch.ops.load_library(library)
     except OSError as error:

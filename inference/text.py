@@ -9,7 +9,7 @@ from inference.engine import Engine, new_cache
 from inference.prompts import new_sequences
 from inference.sampling import sample
 from model.transformer import Transformer
-from run.progress import say
+from run.progress import print0
 
 HEADING_WIDTH = 70  # characters of the prompt that a heading shows
 
@@ -81,9 +81,11 @@ def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> t
         tokens = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in stop]
         special = {token for token in tokens if tokenizer.decode([token]) == ""}
         if special - {*tokenizer.eos_ids}:
-            say(f"warning: {stop!r} stops only at ordinary text, not at the special token")
+            print0(f"warning: {stop!r} stops only at ordinary text, not at the special token")
         if "\\n" in stop:
-            say(f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash")
+            print0(
+                f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash"
+            )
     return stop_texts
 
 

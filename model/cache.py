@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from model.context import ForwardContext, Visibility
+from model.context import AttentionMask, ForwardContext
 
 Shape = tuple[int, ...]  # of one token's feature, or of one row's state
 
@@ -19,16 +19,14 @@ Shape = tuple[int, ...]  # of one token's feature, or of one row's state
 class LayerCache:
     """The cache of one layer; a layer that stores nothing has no tensors.
 
-    `features`: data stored for each token in reach, such as keys and values, by name. A feature of
-    shape (K, D) has a tensor (B, slots, K, D), in which position p has slot p % size. The slots
-    from `size` on are never used: one slot, or more in a truncated view. `size` is the smallest of
-    capacity, window and chunk. If `size` is below the capacity, the cache is a ring; otherwise
-    every position has its own slot, and a row must not outgrow the capacity.
-    `scales`: in an int8 cache, an fp16 scale (B, slots, K, 1) for each feature vector. A feature
-    with D = 1 has none, because it is in fp32 or wider in every cache.
-    `states`: tensors (B, ...), by name, whose size does not depend on the row's length. They are in
-    fp32 or wider; the states in `narrow_states` have the cache's dtype (bf16 for int8). The layer
-    writes to them in place.
+    features[name] (B, slots, K, E): what is stored for each token, such as its keys. Position p is
+        in slot p % size, where size = min(capacity, window, chunk). If size < capacity, the cache
+        is a ring; otherwise a row must not outgrow the capacity. The slots from `size` on are never
+        used: one slot, or more in the view that `first_slots` returns.
+    scales[name] (B, slots, K, 1): in an int8 cache, the fp16 scale of each feature vector. Features
+        with E = 1 have none, because they are in fp32 or wider in every cache.
+    states[name] (B, ...): what does not grow with the row. States are in fp32 or wider, those in
+        `low_precision_states` in the cache's dtype (bf16 for int8). The layer writes to them.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class LayerCache:
         *,
         features: dict[str, Shape],
         states: dict[str, Shape],
-        narrow_states: tuple[str, ...] = (),
+        low_precision_states: tuple[str, ...] = (),
         window: int | None = None,
         chunk: int | None = None,
     ):
@@ -70,7 +68,7 @@ class LayerCache:
         self.states: dict[str, Tensor] = {}
         narrow_dtype = dtype if dtype.is_floating_point else torch.bfloat16
         for name, shape in states.items():
-            state_dtype = narrow_dtype if name in narrow_states else wide_dtype
+            state_dtype = narrow_dtype if name in low_precision_states else wide_dtype
             self.states[name] = torch.zeros(batch, *shape, dtype=state_dtype, device=device)
 
     @property
@@ -84,7 +82,7 @@ class LayerCache:
         slots = [x[:, : self.size] for x in (*self.features.values(), *self.scales.values())]
         return sum(x.nbytes for x in (*slots, *self.states.values()))
 
-    def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], Visibility]:
+    def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], AttentionMask]:
         """Store the new tokens' features (B, T, ...), passed by name.
 
         Returns the features (B, S, ...) of all S tokens in reach, stored and new, in the dtypes of
@@ -99,18 +97,18 @@ class LayerCache:
             cached = self._read(new)
             features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
-            return features, ctx.visible_in_ring(self.size, self.window, self.chunk)
+            return features, ctx.ring_mask(self.size, self.window, self.chunk)
 
         assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
             # Each position has its own slot, so the row was empty, as when a prompt is prefilled
-            # into a view of exactly its size (`truncated`), or the size is 1, and a token sees only
-            # itself. Attend directly to the new tokens.
-            return new, ctx.visible(self.window, self.chunk)
-        return self._read(new), ctx.visible_in_cache(self.size, self.window, self.chunk)
+            # into a view of exactly its size (`first_slots`), or the size is 1, and a token sees
+            # only itself. Attend directly to the new tokens.
+            return new, ctx.mask(self.window, self.chunk)
+        return self._read(new), ctx.cache_mask(self.size, self.window, self.chunk)
 
-    def newest(self, name: str, ctx: ForwardContext) -> Tensor:
+    def last_stored(self, name: str, ctx: ForwardContext) -> Tensor:
         """Return a feature (B, 1, ...) of each row's newest stored token; zeros for an empty row.
 
         Call it before `update`.
@@ -124,7 +122,7 @@ class LayerCache:
             is_empty = is_empty[:, None]
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
-    def truncated(self, count: int) -> "LayerCache":
+    def first_slots(self, count: int) -> "LayerCache":
         """Return a view that uses only the first `count` slots; it shares the tensors.
 
         No row may contain more than `count` tokens after the next update. A ring that is at most
@@ -170,7 +168,7 @@ class LayerCache:
 
 
 def round_to_int8(x: Tensor, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
-    """Round x (..., D) to 255 levels; return int8 values (..., D) and their scale (..., 1)."""
+    """Round x (..., E) to 255 levels; return int8 values (..., E) and their scale (..., 1)."""
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
     scale = scale.clamp(min=1e-7).to(scale_dtype)
     return (x.float() / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
@@ -202,9 +200,9 @@ class Cache:
         layers = [layer.map(lambda buffer: buffer[rows]) for layer in self.layers]
         return Cache(self.lengths[rows], layers, self.capacity)
 
-    def truncated(self, count: int) -> "Cache":
+    def first_slots(self, count: int) -> "Cache":
         """Return a view that uses only the slots that rows of up to `count` tokens need."""
-        layers = [layer.truncated(count) for layer in self.layers]
+        layers = [layer.first_slots(count) for layer in self.layers]
         return Cache(self.lengths, layers, min(count, self.capacity))
 
     def gather_rows(self, sources: Tensor) -> None:

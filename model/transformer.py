@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from model.attention.base import Attention, AuxLoss, CrossLayer, LayerSpec
+from model.attention.base import Attention, AuxLoss, LayerSpec, Shared
 from model.cache import Cache, LayerCache
 from model.context import ForwardContext
 from model.layers import Embedding, Linear, apply_softcap
@@ -63,14 +63,14 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         """x (B, T, D) -> (B, T, D)"""
-        y, carry = self.attention(self.attention_norm(x), ctx, cache, carry)
+        y, shared = self.attention(self.attention_norm(x), ctx, cache, shared)
         x = add_to_residual(x, y)
         if self.ffn is not None:
             x = add_to_residual(x, self.ffn(self.ffn_norm(x)))
-        return x, carry
+        return x, shared
 
 
 class Transformer(nn.Module):
@@ -147,12 +147,12 @@ class Transformer(nn.Module):
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         ctx = ForwardContext(tokens, cached_lengths, padding, documents)
         x = self.embed(tokens)
-        carry: CrossLayer = {}
+        shared: Shared = {}
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
-            x, carry = block(x, ctx, layer_cache, carry)
+            x, shared = block(x, ctx, layer_cache, shared)
         if cache is not None:
             cache.lengths.copy_(ctx.lengths)
-        return self.norm(x), carry.get("losses", {})
+        return self.norm(x), shared.get("losses", {})
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V)"""

@@ -31,7 +31,7 @@ from run.distributed import shard_like
 from run.errors import UNSUPPORTED, IntegrityError, without_fix
 from run.instantiate import instantiate, instantiate_model
 from run.paths import run_path
-from run.progress import say, warn_once
+from run.progress import print0, warn_once
 
 NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
@@ -251,7 +251,7 @@ def newest_checkpoint(run: Path, unread: Collection[str] = ()) -> Path | None:
             verify(checkpoint, FIX, unread=unread)
             return checkpoint
         except IntegrityError as error:
-            say(f"warning: skipping a damaged checkpoint: {without_fix(error)}")
+            print0(f"warning: skipping a damaged checkpoint: {without_fix(error)}")
     if checkpoints:
         raise IntegrityError(
             f"all checkpoints are damaged ({len(checkpoints)} in {run}). fix: start a new run in "
@@ -328,7 +328,7 @@ def load_model_config(checkpoint: Path) -> dict:
     with report_unreadable(file):
         model = instantiate_model(tree, "meta", torch.float32)
     with report_unreadable(file, UNRUNNABLE):
-        try_out(model)
+        run_two_tokens(model)
     return tree
 
 
@@ -338,11 +338,11 @@ def dry_run(tree: dict) -> nn.Module:
     The first call in a process takes a second, because torch then imports further modules.
     """
     with torch.device("meta"):
-        return try_out(instantiate(tree))
+        return run_two_tokens(instantiate(tree))
 
 
 @torch.no_grad()
-def try_out(model: nn.Module) -> nn.Module:
+def run_two_tokens(model: nn.Module) -> nn.Module:
     """Run two tokens through a model, on the model's device."""
     weight = model.embed.weight
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
@@ -390,7 +390,7 @@ def load_model(
     model = instantiate_model(tree, device, dtype)
     load_weights(model, checkpoint)
     with report_unreadable(file, UNRUNNABLE):
-        try_out(model)
+        run_two_tokens(model)
     return model.eval()
 
 

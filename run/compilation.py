@@ -17,7 +17,7 @@ import torch
 from run import errors
 from run.hardware import processor_features
 from run.paths import cache_folder
-from run.progress import say
+from run.progress import print0
 
 PDL = "triton.enable_pdl"  # an option of torch.compile
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
@@ -58,7 +58,7 @@ def pick_compile(wanted: bool | str, device: torch.device, is_long: bool) -> boo
 
 
 def missing_for_compilation(device: torch.device) -> str | None:
-    """The requirement of torch.compile that this machine lacks; None if nothing is missing."""
+    """Return what torch.compile needs and this machine lacks; None if nothing is missing."""
     if device.type == "mps":
         return "a CPU or a CUDA device"
     if cpp_compiler() is None:
@@ -76,7 +76,7 @@ def missing_for_compilation(device: torch.device) -> str | None:
 
 
 def cpp_compiler() -> str | None:
-    """The path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
+    """Return the path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
 
@@ -155,7 +155,7 @@ def compile_and_run(
     if "RANK" in os.environ:  # the other processes of the run would wait for a second attempt
         attempts = 1
     for attempt in range(attempts):
-        say(f"compiling {what} (to skip this: {option})")
+        print0(f"compiling {what} (to skip this: {option})")
         start = monotonic()
         try:
             result = function()
@@ -163,14 +163,14 @@ def compile_and_run(
             problem = compile_problem(error)
             if problem is None:
                 raise
-            say(f"warning: {problem}")
+            print0(f"warning: {problem}")
             use_cache(excluded=first_cache)
             torch.compiler.reset()
             clear_caches()
             continue
         if attempt > 0:  # the failure was caused by the cache, not by the compiler
             (first_cache / BROKEN).touch()
-        say(f"compiled in {monotonic() - start:.0f} s")
+        print0(f"compiled in {monotonic() - start:.0f} s")
         return result
     if is_required:
         errors.exit_with(errors.INPUT, f"{problem}. fix: {option}")

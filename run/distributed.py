@@ -15,7 +15,7 @@ from run import errors
 
 
 @dataclass(frozen=True)
-class DistEnv:
+class Ranks:
     """The rank and device of this process, and collectives, which all ranks call together."""
 
     rank: int
@@ -29,7 +29,7 @@ class DistEnv:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def with_device(self, device: torch.device) -> "DistEnv":
+    def with_device(self, device: torch.device) -> "Ranks":
         """Return this process with its device; each process of torchrun uses its own GPU."""
         if device.type == "cuda" and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -85,20 +85,20 @@ class DistEnv:
         return result
 
 
-def init_distributed() -> DistEnv:
+def init_distributed() -> Ranks:
     """Join the process group that torchrun describes in the environment, if any; else run alone.
 
     Until `with_device`, the device is the CPU.
     """
     cpu = torch.device("cpu")
     if "RANK" not in os.environ:
-        return DistEnv(0, 1, cpu)
+        return Ranks(0, 1, cpu)
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return DistEnv(dist.get_rank(), dist.get_world_size(), cpu)
+    return Ranks(dist.get_rank(), dist.get_world_size(), cpu)
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Return whether x is a DTensor."""
+    """Whether x is a DTensor."""
     # Importing DTensor is slow, and without a process group no DTensor exists.
     if not dist.is_initialized():
         return False

@@ -67,7 +67,7 @@ def without_fix(problem: object) -> str:
 
 
 @contextmanager
-def user_input() -> Iterator[None]:
+def exit_on_invalid_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as invalid input, with exit code 2.
 
     An OverrideError has its own exit code. Use this only to check configs and open data, because

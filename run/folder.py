@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from run import checkpoint, errors
 from run.compose import PARTS, compose, original_of, size_words
-from run.distributed import DistEnv
-from run.settings import Settings, as_typed, flatten
+from run.distributed import Ranks
+from run.settings import Settings, as_yaml, flatten
 
 RUNS = Path("runs")
 
@@ -112,7 +112,7 @@ def changes_of(keys: Iterable[str], then: dict, typed: dict) -> dict[str, str]:
     for key in keys:
         was, now = then.get(key), typed.get(key)
         if was != now:
-            changes[key] = f"{key} (was {as_typed(was)}, now {as_typed(now)})"
+            changes[key] = f"{key} (was {as_yaml(was)}, now {as_yaml(now)})"
     return changes
 
 
@@ -181,7 +181,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 @contextmanager
-def open_run_dir(settings: Settings, ranks: DistEnv, resumed: Path | None = None) -> Iterator[Path]:
+def open_run_dir(settings: Settings, ranks: Ranks, resumed: Path | None = None) -> Iterator[Path]:
     """Create and lock the folder of a run on rank 0, and yield it on all ranks.
 
     The folder is `run_dir`, or else the next free runs/name. `resumed` is the checkpoint that the
@@ -199,7 +199,7 @@ def open_run_dir(settings: Settings, ranks: DistEnv, resumed: Path | None = None
         lock.release()
 
 
-@errors.user_input()
+@errors.exit_on_invalid_input()
 def create_run_dir(settings: Settings) -> Path:
     """Create `run_dir`, or else the first folder of runs/name, runs/name-2 and so on that is new."""
     run = given_run_dir(settings)
@@ -217,7 +217,7 @@ def create_run_dir(settings: Settings) -> Path:
             run = RUNS / f"{settings.name}-{number}"
 
 
-@errors.user_input()
+@errors.exit_on_invalid_input()
 def lock_run_dir(run: Path, lock: FileLock, resumed: Path | None) -> None:
     """Acquire the lock of a run's folder, and remove what a crash left there."""
     with report_unwritable():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from run.progress import say
+from run.progress import print0
 
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -82,12 +82,12 @@ def has_kernels() -> bool:
         return True
     except RuntimeError as error:
         name = torch.cuda.get_device_name()
-        say(f"warning: torch cannot use {name} ({str(error).splitlines()[0]})")
+        print0(f"warning: torch cannot use {name} ({str(error).splitlines()[0]})")
         return False
 
 
 def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products for `precision=wanted`; weights are always in fp32.
+    """Return the dtype of matrix products for `precision=wanted`; weights are always in fp32.
 
     auto picks a dtype that the device multiplies without emulation. Raises ValueError for fp16 on a
     CPU.
@@ -100,7 +100,7 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the fastest matrix products: bf16, fp16 on GPUs before Ampere, or fp32."""
+    """Return the dtype of the fastest matrix products: bf16, fp16 on GPUs before Ampere, or fp32."""
     if multiplies_bf16(device):
         return torch.bfloat16
     if device.type == "cuda":
@@ -158,19 +158,19 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def processor_features() -> str:
-    """The processor's architecture, its flags, and the instruction set that torch uses."""
+    """Return the processor's architecture, its flags, and the instruction set that torch uses."""
     flags = cpuinfo("flags|Features")  # x86, Arm
     return f"{platform.machine()} {flags} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def processor() -> str:
-    """The name of the processor, or of its architecture if the name is unknown."""
+    """Return the name of the processor, or of its architecture if the name is unknown."""
     return cpuinfo("model name") or platform.machine()
 
 
 @cache
 def cpuinfo(field: str) -> str:
-    """The `field` (a pattern) of the first processor in /proc/cpuinfo; empty if missing."""
+    """Return the `field` (a pattern) of the first processor in /proc/cpuinfo; empty if missing."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return ""
@@ -183,17 +183,17 @@ def cpuinfo(field: str) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak FLOP/s in dense bf16; None if PEAKS lacks the device."""
+    """Return the device's peak FLOP/s in dense bf16; None if PEAKS lacks the device."""
     return find_peaks(device)[0]
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
-    """The device's peak memory bandwidth in bytes/s; None if PEAKS lacks the device."""
+    """Return the device's peak memory bandwidth in bytes/s; None if PEAKS lacks the device."""
     return find_peaks(device)[1]
 
 
 def find_peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
-    """The first entry of PEAKS that matches the GPU's name."""
+    """Return the first entry of PEAKS that matches the GPU's name."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for pattern, peaks in PEAKS.items():

@@ -122,7 +122,7 @@ def check_arguments(
 
 
 def parameters_of(target: Callable) -> list[inspect.Parameter]:
-    """Return a target's parameters, with its base class's parameters in place of `**knobs`."""
+    """Return a target's parameters, with its base class's parameters in place of `**options`."""
     parameters = list(inspect.signature(target).parameters.values())
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         return parameters[:-1] + parameters_of(target.__base__)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from run.errors import is_rank0
 
 
-def say(text: str) -> None:
+def print0(text: str) -> None:
     """On rank 0, write a line to standard error, above the progress bar if there is one."""
     if is_rank0():
         with suppress(OSError):  # standard error may be a closed pipe, or a file on a full disk
@@ -21,7 +21,7 @@ def say(text: str) -> None:
 @cache
 def warn_once(text: str) -> None:
     """Write a warning, once per process."""
-    say(f"warning: {text}")
+    print0(f"warning: {text}")
 
 
 def duration(seconds: float) -> str:

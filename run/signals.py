@@ -6,7 +6,7 @@ from contextlib import suppress
 from types import FrameType
 
 from run import errors
-from run.distributed import DistEnv
+from run.distributed import Ranks
 
 EXIT_CODES = {
     signal.SIGTERM: errors.PREEMPTED,
@@ -49,7 +49,7 @@ class Signals:
         """Let signals end the process at once again, now that the last step is saved."""
         self.is_armed = False
 
-    def agree(self, ranks: DistEnv) -> int:
+    def agree(self, ranks: Ranks) -> int:
         """Agree on the exit code that a signal to any rank has requested; 0 without a signal.
 
         All ranks call this together. Returns `agreed`.

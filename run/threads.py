@@ -15,7 +15,7 @@ from pathlib import Path
 SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 
 
-def bound_spinning() -> None:
+def limit_spin_wait() -> None:
     """Let threads sleep after a short wait, unless the user has set the environment variables.
 
     Call this before torch is imported, since the libraries read these variables only once.
@@ -64,7 +64,7 @@ def choose_threads(kept: int | None = None) -> str:
     rounded; but at most the cores and the quota of this process. OMP_NUM_THREADS, which torchrun
     also sets, takes precedence.
     """
-    import torch  # after `bound_spinning`
+    import torch  # after `limit_spin_wait`
 
     if "OMP_NUM_THREADS" in os.environ:
         return ""

@@ -35,7 +35,7 @@ from inference.sampling import sample
 from model.build import build_model
 from run import checkpoint, errors
 from run.compose import compose
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.instantiate import instantiate
 from run.settings import Settings
 from run.signals import Signals
@@ -175,7 +175,7 @@ def continued(
     for seed, prompt in enumerate(prompts):
         continuations[Sequence([*prompt], most, seed=seed, eos=eos)] = []
     # The first steps read only a few cache slots, and the last steps read the whole context.
-    with mock.patch("inference.engine.READ_MULTIPLE", 4):
+    with mock.patch("inference.engine.READ_SLOTS_MULTIPLE", 4):
         engine = Engine(model, draw, cache, prefill_chunk=9)
         if compiled:
             engine.compile()
@@ -403,7 +403,7 @@ def run_of(tmp_path, story, prepared):
         )
         run_dir = tmp_path / (folder or f"run{len(list(tmp_path.iterdir()))}")
         run_dir.mkdir(exist_ok=True)
-        ranks = DistEnv(0, 1, torch.device(settings.device))
+        ranks = Ranks(0, 1, torch.device(settings.device))
         start = setup.Start(checkpoint.newest_checkpoint(run_dir) if settings.resume else None)
         clock = Clock(monotonic())
         env = Environment(settings, corpus, loader, run_dir, ranks, Signals(), clock)

@@ -23,7 +23,7 @@ from model.attention.kernels.definition import HAS_AMX, Case, ScoreOptions
 from model.cache import round_to_int8
 from run import compilation, hardware
 from run.paths import cache_folder
-from run.progress import say
+from run.progress import print0
 
 NUM_TURNS = 15
 MIN_SECONDS = 2e-3  # of a turn, in which short kernels are called several times
@@ -67,7 +67,7 @@ def compare_kernels() -> None:
     quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     options = compilation.decode_options(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    say(f"{capability}, {torch.get_num_threads()} threads, AMX: {HAS_AMX}")
+    print0(f"{capability}, {torch.get_num_threads()} threads, AMX: {HAS_AMX}")
 
     worst = 0.0
     cases = [(name, slots) for name, shape in SHAPES.items() for slots in shape.slots]

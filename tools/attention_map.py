@@ -35,7 +35,7 @@ def main() -> None:
     )
     add_model_options(parser)
     args = parser.parse_args()
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         model, tokenizer, name = load(args.run, args.device, args.dtype)
         (sequence,) = new_sequences(tokenizer, [args.prompt], model.context, max_new_tokens=1)
         maps = attention_weights(model, sequence.tokens)
@@ -81,10 +81,10 @@ def record_weights(
 ) -> None:
     """Forward hook of a layer's kernel: store the weights of the batch's first row in `maps`."""
     # With the identity matrix as values, the output equals the attention weights.
-    q, k, _, visible = args
+    q, k, _, mask = args
     identity = torch.eye(k.shape[1]).to(k)
     v = identity[:, None].expand(*k.shape[:3], -1)  # (B, S, K, S)
-    weights = kernel.forward(q, k, v, visible, **kwargs)  # (B, T, H, S)
+    weights = kernel.forward(q, k, v, mask, **kwargs)  # (B, T, H, S)
     assert weights.shape == (*q.shape[:3], k.shape[1])
     maps[layer] = weights[0].transpose(0, 1).float().cpu()
 

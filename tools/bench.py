@@ -36,9 +36,9 @@ from model.build import build_model
 from run import compilation, errors, hardware
 from run.cli import Parser
 from run.compose import compose
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.paths import cache_folder
-from run.progress import say
+from run.progress import print0
 from run.settings import Settings
 from run.signals import Signals
 from tools.attention_bench import compare_kernels
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
             compare("decode", [*args.overrides, *sizes], {"rows": rows, "length": length})
-    say("next: try another size, attention or precision; python -m tools.bench --help")
+    print0("next: try another size, attention or precision; python -m tools.bench --help")
 
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
@@ -99,9 +99,9 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
     turns = {name: [] for name in names}
     for number in range(1, NUM_TURNS + 1):
         for name in names:
-            say(f"{kind}, turn {number} of {NUM_TURNS}: {name}")
+            print0(f"{kind}, turn {number} of {NUM_TURNS}: {name}")
             turn = start_turn(kind, name, overrides)
-            say(f"    {turn['seconds']:.3f} s")
+            print0(f"    {turn['seconds']:.3f} s")
             turns[name].append(turn)
 
     # The decoding time covers all tokens but the first.
@@ -212,7 +212,7 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
     batch_size = settings.sequences_per_process(1)
     loader = Loader(shards, context=settings.context, batch_size=batch_size, seed=0)
     is_compiled = compilation.pick_compile(settings.compile, device, is_long=True)
-    ranks = DistEnv(0, 1, device)
+    ranks = Ranks(0, 1, device)
     env = Environment(settings, None, loader, None, ranks, Signals(), Clock(perf_counter()))
     trainer = Trainer(env, is_compiled)
     micro_batch_size = choose_micro_batch(trainer, settings)
@@ -353,7 +353,7 @@ def llama_config(settings: Settings) -> dict:
 
 def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.dtype]:
     """Return settings, device and dtype of products. Exits with code 2 for a wrong override."""
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         settings = compose(
             ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]
         )

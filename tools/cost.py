@@ -85,5 +85,5 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    with errors.report_errors(), errors.user_input():
+    with errors.report_errors(), errors.exit_on_invalid_input():
         main(sys.argv[1:])

@@ -30,8 +30,8 @@ from model.layers import fp32
 from model.transformer import Transformer
 from run import checkpoint, errors, hardware
 from run.cli import Parser, add_batch_option, add_model_options, bounded_number
-from run.distributed import DistEnv
-from run.progress import say
+from run.distributed import Ranks
+from run.progress import print0
 from run.signals import Signals
 from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
@@ -43,7 +43,7 @@ NUM_TARGETS = 16_384  # text tokens that --lengths scores
 
 
 def main(args: argparse.Namespace) -> None:
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         if args.slices:
             result = measure_slices(args)
         elif args.lengths:
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         else:
             result = measure_text(args)
     print(json.dumps(result, default=str))
-    say("next: to compare models, run the same command with a different --run")
+    print0("next: to compare models, run the same command with a different --run")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -144,7 +144,7 @@ def measure_slices(args: argparse.Namespace) -> dict:
     corpus = open_run_corpus(newest, settings).with_context(model.context)
     num_tokens = corpus.validation_tokens(model.context)
     bos = corpus.tokenizer.bos if settings["document_mask"] else None
-    say(f"evaluating on {num_tokens:,} held-out tokens")
+    print0(f"evaluating on {num_tokens:,} held-out tokens")
     metrics = evaluate(
         LanguageModelLoss(model, z_loss=0.0, bos=bos),
         corpus,
@@ -152,7 +152,7 @@ def measure_slices(args: argparse.Namespace) -> dict:
         model.context,
         max(1, BATCH_TOKENS // model.context),
         precision,
-        DistEnv(0, 1, model.embed.weight.device),
+        Ranks(0, 1, model.embed.weight.device),
         Signals(),
         with_gradients=False,
     )
@@ -267,7 +267,7 @@ def total_nats(
     # Rows of a batch have similar lengths. The padding is on the right, so no token of a row
     # attends to it.
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
-    say(f"scoring {len(rows)} windows")
+    print0(f"scoring {len(rows)} windows")
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         inputs = [torch.tensor(row.tokens[:-1]) for row in batch]

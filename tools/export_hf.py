@@ -26,7 +26,7 @@ from run import checkpoint, errors
 from run.checkpoint import load_model
 from run.cli import Parser, add_run_option, user_path
 from run.errors import IntegrityError
-from run.progress import say
+from run.progress import print0
 from tools.formats.hf_config import to_hf_config
 from tools.formats.verify import (
     LOCAL,
@@ -66,7 +66,7 @@ def new_folder(out: Path) -> Iterator[None]:
 
     Exits with code 2 if --out is a link, a file or a nonempty folder.
     """
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         is_empty_folder = out.is_dir() and not any(out.iterdir())
         if out.is_symlink() or (out.exists() and not is_empty_folder):
             raise ValueError(
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
     with new_folder(args.out):
         architecture, misreadings = export(args)
     if misreadings:
-        say(
+        print0(
             "warning: some programs misread this model without an error: "
             f"{'; '.join(misreadings)}. fix: use a program that "
             "docs/formats.md lists as giving the same outputs"
@@ -114,7 +114,7 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     exits with code 2 if the tokenizer does.
     """
     # Find all errors in the model and the arguments before a file is written.
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         library = import_transformers()
         path = checkpoint.find_model(args.run)
         tokenizer = Tokenizer.load(tokenizer_file(path))
@@ -146,7 +146,7 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     (args.out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
     # Compare the folder with the model, one model in memory at a time.
-    with errors.user_input(), malformed("cannot export this tokenizer"):
+    with errors.exit_on_invalid_input(), malformed("cannot export this tokenizer"):
         theirs = library.AutoTokenizer.from_pretrained(args.out, **LOCAL)
         difference = tokenizers_differ(tokenizer, theirs)
         if difference is not None:

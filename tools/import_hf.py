@@ -17,7 +17,7 @@ from model.build import build_model
 from run import checkpoint, errors
 from run.cli import Parser, user_path
 from run.errors import IntegrityError
-from run.progress import say
+from run.progress import print0
 from tools.export_hf import check_finite, new_folder
 from tools.formats.hf_config import read_config, read_json
 from tools.formats.verify import (
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
 def import_model(args: argparse.Namespace) -> None:
     """Read a transformers model, compare it with ours, and write it as a checkpoint."""
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         import_transformers()
         architecture, tree = read_config(args.folder)
         tokenizer = import_tokenizer(args.folder)
@@ -69,7 +69,7 @@ def import_model(args: argparse.Namespace) -> None:
     texts = [tokenizer.change(text, tokenizer.encode(text)) for text in TEXTS]
     changes = [change for change in texts if change is not None]
     if changes:
-        say(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
+        print0(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
 
 
 @torch.no_grad()

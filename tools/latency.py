@@ -14,7 +14,7 @@ from inference.engine import Engine
 from inference.load import load
 from inference.sampling import sample
 from model.transformer import Transformer
-from run.progress import say
+from run.progress import print0
 
 NEW_TOKENS = 32  # number of tokens generated for each sequence
 MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
@@ -31,7 +31,7 @@ def latencies(runs: dict[Hashable, Path]) -> dict[Hashable, dict[str, float]]:
     but captured as CUDA graphs on a GPU. They take turns, so that a slowdown of the machine affects
     all of them.
     """
-    say(f"measuring how fast {len(runs)} models decode")
+    print0(f"measuring how fast {len(runs)} models decode")
     measured = {key: defaultdict(list) for key in runs}  # seconds by column title
     for _ in range(TURNS):
         for key, run in runs.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from model.build import build_model
 from run import checkpoint
 from run.distributed import shard_like
-from run.progress import say
+from run.progress import print0
 
 
 @torch.no_grad()
@@ -46,13 +46,13 @@ def adopt_weights(model: nn.Module, path: Path) -> None:
 
     num_copied = sum(weights[name].numel() for name in copied)
     share = num_copied / sum(weight.numel() for weight in weights.values())
-    say(f"starting from the weights of {path}: {share:.1%} of the parameters are copied")
+    print0(f"starting from the weights of {path}: {share:.1%} of the parameters are copied")
     if new := weights.keys() - copied:
-        say(f"new {by_layers(new)}")
+        print0(f"new {by_layers(new)}")
     if left_out := stored.keys() - copied:
-        say(f"left out {by_layers(left_out)}")
+        print0(f"left out {by_layers(left_out)}")
     if changed := changed_options(source, model):
-        say(f"changed {by_layers(changed)}")
+        print0(f"changed {by_layers(changed)}")
 
 
 def change_heads(name: str, weight: Tensor, source: nn.Module, model: nn.Module) -> Tensor | None:

@@ -5,7 +5,7 @@ import math
 from data.loader import Loader
 from model.build import build_model
 from run import errors
-from run.progress import say
+from run.progress import print0
 from run.settings import Settings
 from training.environment import Environment
 from training.steps import Progress
@@ -88,9 +88,9 @@ class TimeBudget:
         if self.is_fitted:
             progress.total_steps = steps
             limit = f"max_minutes={self.env.settings.max_minutes:g}"
-            say(f"{limit}: the run ends at step {steps}")
+            print0(f"{limit}: the run ends at step {steps}")
             if steps < FEW_STEPS:
-                say("warning: too few steps to train a useful model")
+                print0("warning: too few steps to train a useful model")
         return self.is_fitted
 
     def estimate(self, progress: Progress) -> tuple[float, bool]:
@@ -119,7 +119,7 @@ class TimeBudget:
     def end_now(self, progress: Progress) -> None:
         """Let the run end with this step."""
         progress.total_steps = progress.step
-        say(
+        print0(
             f"the run has become slower and exceeds max_minutes={self.env.settings.max_minutes:g}: "
             f"it ends at step {progress.step}, before its learning rate has decayed"
         )

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from run import checkpoint
-from run.distributed import DistEnv, shard_like
+from run.distributed import Ranks, shard_like
 from run.hardware import processor
-from run.progress import say
-from run.settings import as_typed
+from run.progress import print0
+from run.settings import as_yaml
 from training.budget import TimeBudget
 from training.environment import Environment
 from training.evaluation import Evaluator
@@ -41,8 +41,8 @@ class SavedMachine(BaseModel):
     processes: PositiveInt
     device: str  # the first word is the kind of device
 
-    def is_like(self, ranks: DistEnv) -> bool:
-        """Return whether the kind of device and the number of processes match the saved ones."""
+    def is_like(self, ranks: Ranks) -> bool:
+        """Whether the kind of device and the number of processes match the saved ones."""
         return self.device.split()[0] == ranks.device.type and self.processes == ranks.world_size
 
 
@@ -185,11 +185,11 @@ class Checkpointer:
         self.log.wandb_id = state.wandb_id
         self.log.open(state.step)
 
-        say(f"resuming step {progress.step}")
+        print0(f"resuming step {progress.step}")
         for key, value in fingerprint(trainer, self.micro_batch_size).items():
             if saved.config["machine"].get(key) != value:
-                then = as_typed(saved.config["machine"].get(key))
-                say(f"changed: {key} (was {then}, now {as_typed(value)}), which changes rounding")
+                then = as_yaml(saved.config["machine"].get(key))
+                print0(f"changed: {key} (was {then}, now {as_yaml(value)}), which changes rounding")
 
     def say_rate(self, state: SavedState, progress: Progress) -> None:
         """Print how a new length changes the learning rates, if it is by a factor of 2 or more."""
@@ -199,7 +199,7 @@ class Checkpointer:
         before = schedule(progress.step - 1, state.steps) * run_factor(state.expected_steps)
         now = schedule(progress.step, progress.total_steps) * run_factor(progress.expected_steps)
         if before > 0 and not 0.5 < now / before < 2:
-            say(f"changed: learning rates, by a factor of {now / before:.2g}, by the new length")
+            print0(f"changed: learning rates, by a factor of {now / before:.2g}, by the new length")
 
     def read_state(self, path: Path) -> SavedState:
         """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""
@@ -215,7 +215,7 @@ class Checkpointer:
         return state
 
 
-def optimizer_state(model: nn.Module, optimizers: list[Optimizer], ranks: DistEnv) -> StateByName:
+def optimizer_state(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks) -> StateByName:
     """Return each parameter's state, with full tensors on the CPU of rank 0.
 
     All ranks call this together.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data.corpus import Corpus
 from data.loader import Loader
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.settings import Settings
 from run.signals import Signals
 from training.clock import Clock
@@ -19,6 +19,6 @@ class Environment:
     corpus: Corpus
     loader: Loader
     run_dir: Path
-    ranks: DistEnv
+    ranks: Ranks
     signals: Signals
     clock: Clock

@@ -10,8 +10,8 @@ from data.loader import IGNORE_INDEX
 from data.slices import NUM_BINS
 from inference.text import stream_text
 from run import hardware
-from run.distributed import DistEnv
-from run.progress import say
+from run.distributed import Ranks
+from run.progress import print0
 from run.settings import Settings
 from run.signals import Signals
 from training.environment import Environment
@@ -47,7 +47,7 @@ def evaluate(
     context: int,
     batch_size: int,
     precision: torch.dtype,
-    ranks: DistEnv,
+    ranks: Ranks,
     signals: Signals,
     *,
     with_gradients: bool,
@@ -157,7 +157,7 @@ class Evaluator:
                 numbers.append(f"{name} {value:.4f}")
         held_out = self.corpus.validation_tokens(self.settings.context)
         numbers.append(f"from {eval_tokens:,} of {held_out:,} held-out tokens")
-        say(f"step {progress.step}  held out: {', '.join(numbers)}")
+        print0(f"step {progress.step}  held out: {', '.join(numbers)}")
 
     def sample(self, progress: Progress) -> None:
         """Write a text sample to samples.txt and to standard error."""
@@ -171,7 +171,7 @@ class Evaluator:
         if self.signals.agree(self.ranks):
             return
         self.log.append(SAMPLES, f"--- step {progress.step}\n{text}{SAMPLE_END}")
-        say(f"--- a sample at step {progress.step}\n{text}\n---")
+        print0(f"--- a sample at step {progress.step}\n{text}\n---")
 
     def generate(self, seed: int) -> str:
         """Generate text from the start of a document.

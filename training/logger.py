@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from run.progress import duration, say
+from run.progress import duration, print0
 from training.environment import Environment
 from training.steps import Progress
 
@@ -137,7 +137,7 @@ class Logger:
         text += f"{metrics['peak_memory_bytes'] / 2**30:.1f} GiB  {duration(seconds_left)} left"
         self.bar.set_description_str(text)
         if self.bar.disable:
-            say(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
+            print0(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
 
     def write(self, progress: Progress, metrics: dict[str, float | dict | None]) -> None:
         """Write a line to metrics.jsonl, and to wandb."""
@@ -166,7 +166,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, size)
             if not self.is_disk_full:
-                say(f"warning: cannot write ({path}: {error.strerror}): training continues")
+                print0(f"warning: cannot write ({path}: {error.strerror}): training continues")
             self.is_disk_full = True
 
     def close(self) -> None:
@@ -186,13 +186,13 @@ class Logger:
             losses = draw_loss(self.run_dir / METRICS, self.run_dir / PICTURE)
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
-                say(
+                print0(
                     f"the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} nats per token. "
                     "fix: use a lower optimizer.lr or, if the run made several passes over the "
                     "text, more text or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
-            say(f"warning: cannot draw loss.png: {error}")
+            print0(f"warning: cannot draw loss.png: {error}")
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class Logger:
         try:
             yield
         except Exception as error:
-            say(f"warning: continuing without wandb: {' '.join(str(error).split())}")
+            print0(f"warning: continuing without wandb: {' '.join(str(error).split())}")
             self.wandb = None
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from model.build import build_model
 from model.init import initial_values
 from run import compilation
-from run.distributed import DistEnv, shard_like
+from run.distributed import Ranks, shard_like
 from run.settings import Settings
 from training.loss import LanguageModelLoss
 
@@ -21,7 +21,7 @@ BUCKET_MIB = 100
 
 
 def build_parallel(
-    settings: Settings, ranks: DistEnv, precision: torch.dtype, *, bos: int | None
+    settings: Settings, ranks: Ranks, precision: torch.dtype, *, bos: int | None
 ) -> tuple[LanguageModelLoss, nn.Module]:
     """Return the loss module of a model with initial weights, and the module that a step calls.
 
@@ -73,7 +73,7 @@ def checkpointed(forward: Callable) -> Callable:
     return recomputed
 
 
-def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
+def shard(model: nn.Module, ranks: Ranks, precision: torch.dtype) -> None:
     """Shard weights, gradients and optimizer state over all ranks. FSDP: Zhao, 2304.11277.
 
     A block is gathered, in `precision`, only while it computes; gradients are reduced in fp32.
@@ -94,7 +94,7 @@ def shard(model: nn.Module, ranks: DistEnv, precision: torch.dtype) -> None:
     register_fsdp_forward_method(model, "hidden_states")
 
 
-def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: DistEnv) -> None:
+def compile_model(loss_module: LanguageModelLoss, settings: Settings, ranks: Ranks) -> None:
     """Let torch.compile compile the training step when it first runs."""
     # FSDP gathers weights before each block, so blocks and loss are compiled separately. On a CPU,
     # separate compilation takes a third less time, because most blocks share their code.

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
-from run.progress import say
+from run.progress import print0
 from training.clock import Clock
 
 SKIPPED_STEPS = 3  # the first steps of a process, which compile and fill caches
@@ -24,7 +24,7 @@ def start_profiler(num_steps: int, run_dir: Path, device: torch.device, clock: C
             profiler.export_chrome_trace(str(file))
             kind = "cpu" if device.type == "cpu" else "device"
             table = profiler.key_averages().table(f"self_{kind}_time_total", row_limit=10)
-        say(f"{table}\nwritten: {file}. To view it: https://ui.perfetto.dev")
+        print0(f"{table}\nwritten: {file}. To view it: https://ui.perfetto.dev")
 
     # The library behind torch's profiler logs its start and end to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

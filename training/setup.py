@@ -19,7 +19,7 @@ from run import checkpoint, compilation, errors, folder, hardware, threads
 from run.compose import compose, size_words
 from run.instantiate import instantiate
 from run.paths import cache_folder
-from run.progress import say
+from run.progress import print0
 from run.settings import Settings
 from training.adoption import adopt_weights
 from training.budget import TimeBudget, planned_steps
@@ -41,7 +41,7 @@ class Start:
     pretrained: Path | None = None
 
 
-@errors.user_input()
+@errors.exit_on_invalid_input()
 def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     """Return the settings of `python train.py OVERRIDES`, where the run begins, and its device.
 
@@ -52,13 +52,15 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     start = Start()
     is_begun = settings.resume and folder.has_checkpoint(run)
     if settings.resume and not is_begun:
-        say(f"nothing to resume: {run} has no checkpoint. Starting a new run with these settings")
+        print0(
+            f"nothing to resume: {run} has no checkpoint. Starting a new run with these settings"
+        )
     if is_begun:
         start = Start(resumed=checkpoint.newest_checkpoint(run))
         saved = checkpoint.load_config(start.resumed)
         settings, changes = folder.resume_settings(overrides, saved, run)
         for change in changes:
-            say(f"changed: {change}")
+            print0(f"changed: {change}")
     elif settings.init_from is not None:
         settings, pretrained = adopt_pretrained(settings, overrides)
         start = Start(pretrained=pretrained)
@@ -140,7 +142,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         fix = "optimizer=adamw optimizer.lr=1e-4"
         if "attention" in keys:
             fix = "optimizer=muon optimizer.lr=0.005"
-        say(
+        print0(
             f"warning: the default optimizer.lr={settings.optimizer['lr']:g} is for training from "
             f"scratch. fix: use a lower rate, such as {fix}"
         )
@@ -175,7 +177,7 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     return corpus
 
 
-@errors.user_input()
+@errors.exit_on_invalid_input()
 def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text; return the settings, the text and its batches.
 
@@ -262,7 +264,7 @@ def build_run(env: Environment, start: Start = Start()) -> Run:
     if saved is not None and settings.compile == "auto":
         is_compiled = saved.machine.compiled
     if ranks.device.type == "cpu" and (reason := threads.choose_threads(threads_kept)):
-        say(reason)
+        print0(reason)
     trainer = Trainer(env, is_compiled)
 
     # A resumed run also keeps its micro-batch, unless the number of processes makes that impossible.

@@ -34,7 +34,7 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True every `interval` steps, and at the last step."""
+        """Whether the step is a multiple of `interval`, or the last one."""
         return self.step > 0 and (self.step % interval == 0 or self.is_finished)
 
 

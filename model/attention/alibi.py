@@ -9,40 +9,39 @@ import math
 import torch
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache
-from model.context import ForwardContext, Visibility, at_tokens
+from model.context import AttentionMask, ForwardContext, positions_at
 
 
 class ALiBi(SoftmaxAttention):
     """Softmax attention with -slope x distance added to its scores.
 
-    Takes SoftmaxAttention's knobs; the paper uses no RoPE with the biases.
+    Takes SoftmaxAttention's options; the paper uses no RoPE with the biases.
     """
 
-    def __init__(self, spec: LayerSpec, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, **options):
+        super().__init__(spec, **options)
         self.register_buffer("slopes", alibi_slopes(spec.heads), persistent=False)  # (H,)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q, k, v = self.project_qkv(x, ctx)
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
         def bias(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return -self.slopes[head] * distance(visible, row, query, key)
+            return -self.slopes[head] * distance(mask, row, query, key)
 
-        y = self.attend(q, kv["k"], kv["v"], visible, bias)
-        return self.project_out(y, x), carry
+        y = self.attend(q, kv["k"], kv["v"], mask, bias)
+        return self.project_out(y, x), shared
 
 
-def distance(visible: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def distance(mask: AttentionMask, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the query's position minus the key's, given the index of each within the row."""
-    query_position = at_tokens(visible.query_positions, row, query)
-    return query_position - at_tokens(visible.key_positions, row, key)
+    query_position = positions_at(mask.query_positions, row, query)
+    return query_position - positions_at(mask.key_positions, row, key)
 
 
 def alibi_slopes(heads: int) -> Tensor:

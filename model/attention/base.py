@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from model.cache import LayerCache, Shape
-from model.context import ForwardContext, Visibility
+from model.context import AttentionMask, ForwardContext
 
 # Values that a layer passes to later layers in the same forward pass, such as keys, by name. The
 # entry "losses" is a dict of AuxLoss by name; `add_loss` adds to it.
-CrossLayer = dict[str, Any]
+Shared = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +31,29 @@ class LayerSpec:
 class Attention(nn.Module, ABC):
     """Maps (B, T, D) to (B, T, D) so that every token depends only on itself and earlier tokens.
 
-    A variant is constructed from its layer's spec and its own knobs: `(spec, *, ...)`.
-    It defines its own projections, positions, masks and cache.
-    Its last projection is called `o_proj` and starts at zero; its norms have `norm` in their names.
-    `losses` names the auxiliary losses that its `forward` adds to `carry` with `add_loss`.
-    Tensors that are not parameters must be registered as buffers. Buffers keep their dtype when a
-    model is built or loaded in another dtype, so cast values computed from them (`type_as`).
+    A subclass is constructed as `Subclass(spec, *, its own options)`. It must
+
+    - end in a projection named `o_proj`, which starts at zero
+    - have `norm` in the names of its norms
+    - name the auxiliary losses that `forward` adds with `add_loss` in `losses`
+    - register tensors that are not parameters as buffers
+    - cast what it computes from buffers and one-dimensional parameters (`type_as`), because these
+      stay in fp32 in a bf16 model
     """
 
     losses: tuple[str, ...] = ()
     window: int | None = None  # a token attends to at most this many tokens, itself included
     chunk: int | None = None  # a token attends only within its chunk of this many tokens
-    num_chosen: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
-    narrow_states: tuple[str, ...] = ()  # names of states that do not need fp32
+    keys_per_step: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
+    low_precision_states: tuple[str, ...] = ()  # names of states that do not need fp32
     # Linear layers that `forward` applies to x with `project`; a layer may lack some of them.
     fused_projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     @abstractmethod
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """Map x (B, T, D) to the output (B, T, D) and the `carry` for later layers.
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
+        """Map x (B, T, D) to the output (B, T, D), and return `shared` for the next layer.
 
         With a cache, x follows the cached tokens and is appended to them.
         """
@@ -84,21 +86,21 @@ class Attention(nn.Module, ABC):
             device,
             features=self.cache_shapes(),
             states=self.state_shapes(capacity),
-            narrow_states=self.narrow_states,
+            low_precision_states=self.low_precision_states,
             window=self.window,
             chunk=self.chunk,
         )
 
     def extend_cache(
         self, cache: LayerCache | None, ctx: ForwardContext, **new: Tensor
-    ) -> tuple[dict[str, Tensor], Visibility]:
+    ) -> tuple[dict[str, Tensor], AttentionMask]:
         """Add the new tokens' features (B, T, ...), passed by name, to the cache.
 
         Returns the features (B, S, ...) of all tokens in reach, and which of them each new token
         attends to. Without a cache, only the new tokens are in reach.
         """
         if cache is None:
-            return new, ctx.visible(self.window, self.chunk)
+            return new, ctx.mask(self.window, self.chunk)
         return cache.update(ctx, **new)
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
@@ -113,16 +115,16 @@ class AuxLoss(NamedTuple):
     value: Tensor  # the unweighted loss without a gradient, which training logs
 
 
-def add_loss(carry: CrossLayer, name: str, loss: Tensor, weight: float) -> CrossLayer:
-    """Return `carry` with a per-token auxiliary loss (B, T) added to the loss of earlier layers.
+def add_loss(shared: Shared, name: str, loss: Tensor, weight: float) -> Shared:
+    """Return `shared` with a per-token auxiliary loss (B, T) added to the loss of earlier layers.
 
     Training sums the loss over the tokens that have a target, adds `weight` times this sum to the
     cross-entropy that it minimizes, and logs the unweighted loss under its name.
     """
     objective = weight * loss
     value = loss.detach()
-    losses = carry.get("losses", {})
+    losses = shared.get("losses", {})
     if name in losses:
         objective = losses[name].objective + objective
         value = losses[name].value + value
-    return carry | {"losses": losses | {name: AuxLoss(objective, value)}}
+    return shared | {"losses": losses | {name: AuxLoss(objective, value)}}

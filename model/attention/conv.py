@@ -7,7 +7,7 @@ and RoPE.
 import torch
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.short_conv import ShortConv
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
@@ -19,18 +19,17 @@ from run.ranges import PositiveInt
 class ConvAttention(SoftmaxAttention):
     """Softmax attention whose queries, keys and values are convolved over `kernel` tokens.
 
-    Also takes SoftmaxAttention's knobs.
+    Also takes SoftmaxAttention's options.
     """
 
-    def __init__(self, spec: LayerSpec, *, kernel: PositiveInt, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, *, kernel: PositiveInt, **options):
+        super().__init__(spec, **options)
         num_heads = self.heads + 2 * self.kv_heads
         self.conv = ShortConv(num_heads * self.head_dim, kernel)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         # Project and convolve.
         qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         past = None if cache is None else cache.states["conv"]
@@ -42,9 +41,9 @@ class ConvAttention(SoftmaxAttention):
         k = self.norm_and_rope(k, self.k_norm, ctx)
 
         # Attend, gate and project back.
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
-        y = self.attend(q, kv["k"], kv["v"], visible)
-        return self.project_out(y, x), carry
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
+        y = self.attend(q, kv["k"], kv["v"], mask)
+        return self.project_out(y, x), shared
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
         return {"conv": self.conv.state_shape}

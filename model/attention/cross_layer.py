@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
@@ -16,12 +16,12 @@ class SharedAttention(SoftmaxAttention):
 
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
     (Brandon et al., 2405.12981). With "half", all layers in the second half reuse the keys
-    and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's knobs.
+    and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's options.
     `forward` raises ValueError if the layers of a group differ in their heads, mask or rotation.
     """
 
-    def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **options):
+        super().__init__(spec, **options)
         self.layer = spec.layer
         if share == "pairs":
             self.first_layer = spec.layer - spec.layer % 2  # the layer whose keys it attends to
@@ -42,12 +42,11 @@ class SharedAttention(SoftmaxAttention):
             self.k_norm = None
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         if self.reuses_kv:
             q = self.project_q(x, ctx)
-            provider, kv, visible, options = take(carry, "kv", self.layer)
+            provider, kv, mask, options = take(shared, "kv", self.layer)
             if provider != self.first_layer:
                 raise ValueError(
                     f"layer {self.layer} needs the keys of layer {self.first_layer}, but the latest "
@@ -63,10 +62,10 @@ class SharedAttention(SoftmaxAttention):
                 )
         else:
             q, k, v = self.project_qkv(x, ctx)
-            kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
-            carry = carry | {"kv": (self.layer, kv, visible, self.shared_options)}
-        y = self.attend(q, kv["k"], kv["v"], visible)
-        return self.project_out(y, x), carry
+            kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
+            shared = shared | {"kv": (self.layer, kv, mask, self.shared_options)}
+        y = self.attend(q, kv["k"], kv["v"], mask)
+        return self.project_out(y, x), shared
 
     def cache_shapes(self) -> dict[str, Shape]:
         return {} if self.reuses_kv else super().cache_shapes()
@@ -75,28 +74,27 @@ class SharedAttention(SoftmaxAttention):
 class ValueResidualAttention(SoftmaxAttention):
     """Values are interpolated with the first layer's values, using the learned weight `share`.
 
-    Zhou et al., 2410.17897. Takes SoftmaxAttention's knobs.
+    Zhou et al., 2410.17897. Takes SoftmaxAttention's options.
     """
 
-    def __init__(self, spec: LayerSpec, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, **options):
+        super().__init__(spec, **options)
         self.layer = spec.layer
         self.share = nn.Parameter(torch.empty(1)) if spec.layer > 0 else None
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q, k, v = self.project_qkv(x, ctx)
         if self.share is None:
-            carry = carry | {"values": v}
+            shared = shared | {"values": v}
         else:
-            first_v = take(carry, "values", self.layer)
+            first_v = take(shared, "values", self.layer)
             check_reused(first_v, (self.kv_heads, self.head_dim), self.layer)
             v = v + self.share.type_as(v) * (first_v - v)
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
-        y = self.attend(q, kv["k"], kv["v"], visible)
-        return self.project_out(y, x), carry
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
+        y = self.attend(q, kv["k"], kv["v"], mask)
+        return self.project_out(y, x), shared
 
     def init_param(self, name: str, generator: torch.Generator) -> Tensor:
         if name == "share":
@@ -104,14 +102,14 @@ class ValueResidualAttention(SoftmaxAttention):
         return super().init_param(name, generator)
 
 
-def take(carry: CrossLayer, name: str, layer: int) -> Any:
-    """Return the entry that an earlier layer put into `carry`. Raises ValueError if none did."""
-    if name not in carry:
+def take(shared: Shared, name: str, layer: int) -> Any:
+    """Return the entry that an earlier layer put into `shared`. Raises ValueError if none did."""
+    if name not in shared:
         raise ValueError(
             f"layer {layer} reuses {name!r}, which no earlier layer has stored. fix: let the first "
             "layer of each group compute it"
         )
-    return carry[name]
+    return shared[name]
 
 
 def check_reused(x: Tensor, expected: Shape, layer: int) -> None:

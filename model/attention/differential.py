@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
@@ -18,12 +18,12 @@ from model.layers import fp32, rms
 class DifferentialAttention(SoftmaxAttention):
     """Heads h and h + H/2 form a pair, with the output (softmax_1 - lambda x softmax_2) x v.
 
-    Takes SoftmaxAttention's knobs; dropout applies to both softmaxes. Raises ValueError for an odd
+    Takes SoftmaxAttention's options; dropout applies to both softmaxes. Raises ValueError for an odd
     number of kv_heads.
     """
 
-    def __init__(self, spec: LayerSpec, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, **options):
+        super().__init__(spec, **options)
         if self.kv_heads % 2:
             fix = "attention.kv_heads=2"
             if spec.heads % 2:
@@ -42,18 +42,17 @@ class DifferentialAttention(SoftmaxAttention):
         self.k2 = nn.Parameter(torch.empty(head_dim))
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q, k, v = self.project_qkv(x, ctx)
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
         # Each head of a pair attends to the values of both heads, one half at a time.
         v1, v2 = kv["v"].chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)  # (B, S, K, E)
         v2 = v2.repeat(1, 1, 2, 1)
-        y1 = self.attend(q, kv["k"], v1, visible)  # (B, T, H, E)
-        y2 = self.attend(q, kv["k"], v2, visible)
+        y1 = self.attend(q, kv["k"], v1, mask)  # (B, T, H, E)
+        y2 = self.attend(q, kv["k"], v2, mask)
         y = torch.cat((y1, y2), dim=-1)
         signal, noise = y.chunk(2, dim=2)  # (B, T, H/2, 2 E)
 
@@ -68,7 +67,7 @@ class DifferentialAttention(SoftmaxAttention):
         # Subtract, normalize, gate and project back.
         y = rms(signal - lambda_ * noise, self.norm_eps)
         y = (1 - self.lambda_init) * y
-        return self.project_out(y, x), carry
+        return self.project_out(y, x), shared
 
     def attention_flops(self, context: int) -> float:
         return 1.5 * super().attention_flops(context)  # the values are twice as wide

@@ -9,10 +9,10 @@ that is, applied to the T new tokens instead of the S cached ones.
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.base import Attention, LayerSpec, Shared
 from model.attention.kernels.choose import AttentionKernel
 from model.cache import LayerCache, Shape
-from model.context import ForwardContext, Visibility
+from model.context import AttentionMask, ForwardContext
 from model.layers import Linear, RMSNorm, apply_rope, split_heads
 from model.rope import Scaling
 from run.ranges import AboveOne, BelowOne, PositiveInt
@@ -87,9 +87,8 @@ class LatentAttention(Attention):
         self.kernel = AttentionKernel(dropout=dropout)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         # Queries: a part without RoPE (B, T, H, head_dim) and a part with it (B, T, H, R).
         q_input = x
         if self.q_down_proj is not None:
@@ -105,8 +104,8 @@ class LatentAttention(Attention):
         # A token's cache entry: its latent and its rotary key, as one head.
         latent = self.latent_norm(self.latent_proj(x)).unsqueeze(2)
         entry = torch.cat((latent, k_rope), dim=-1)  # (B, T, 1, rank + R)
-        in_reach, visible = self.extend_cache(cache, ctx, entry=entry)
-        entries = in_reach["entry"]  # (B, S, 1, rank + R)
+        features, mask = self.extend_cache(cache, ctx, entry=entry)
+        entries = features["entry"]  # (B, S, 1, rank + R)
 
         # Multiplications per cached token and head, roughly: T (2 rank + R) absorbed,
         # 2 rank head_dim + T (2 head_dim + R) expanded. Absorbing is therefore cheaper if
@@ -114,13 +113,13 @@ class LatentAttention(Attention):
         num_new = x.shape[1]
         absorbing_is_cheaper = num_new * (self.rank - self.head_dim) < self.rank * self.head_dim
         if cache is not None and absorbing_is_cheaper:
-            y = self.attend_absorbed(q, q_rope, entries, visible)
+            y = self.attend_absorbed(q, q_rope, entries, mask)
         else:
-            y = self.attend_expanded(q, q_rope, entries, visible)
-        return self.o_proj(y.flatten(-2)), carry
+            y = self.attend_expanded(q, q_rope, entries, mask)
+        return self.o_proj(y.flatten(-2)), shared
 
     def attend_expanded(
-        self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
+        self, q: Tensor, q_rope: Tensor, entries: Tensor, mask: AttentionMask
     ) -> Tensor:
         """entries (B, S, 1, rank + R) -> (B, T, H, E), expanding keys and values for each head."""
         latent, k_rope = entries.split([self.rank, self.rope_dim], dim=-1)
@@ -129,10 +128,10 @@ class LatentAttention(Attention):
         k_rope = k_rope.expand(-1, -1, self.heads, -1)
         k = torch.cat((k, k_rope), dim=-1)  # (B, S, H, head_dim + R)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, head_dim + R)
-        return self.kernel(q, k, v, visible)
+        return self.kernel(q, k, v, mask)
 
     def attend_absorbed(
-        self, q: Tensor, q_rope: Tensor, entries: Tensor, visible: Visibility
+        self, q: Tensor, q_rope: Tensor, entries: Tensor, mask: AttentionMask
     ) -> Tensor:
         """Compute the same output, using the entries as the keys and values of all heads.
 
@@ -143,7 +142,7 @@ class LatentAttention(Attention):
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)
         q = torch.einsum("bthd,hdc->bthc", q, w_k)  # (B, T, H, rank)
         q = torch.cat((q, q_rope), dim=-1)  # (B, T, H, rank + R)
-        y = self.kernel(q, entries, entries, visible, scale=self.key_dim**-0.5)
+        y = self.kernel(q, entries, entries, mask, scale=self.key_dim**-0.5)
         return torch.einsum("bthc,hec->bthe", y[..., : self.rank], w_v)
 
     def cache_shapes(self) -> dict[str, Shape]:

@@ -1,12 +1,10 @@
-"""Gated linear recurrences: each head keeps a state (D, E) instead of all past keys and values.
+"""Gated linear recurrences: each head keeps a state (E, F) instead of all past keys and values.
 
     S_t = Diag(a_t) S_{t-1} + k_t u_t'   with   u_t = v_t - b_t (Diag(a_t) S_{t-1})' k_t
 
-The output is S_t' q_t. The decay a_t is one number per head, or one per channel (the D axis of S).
+The output is S_t' q_t. The decay a_t is one number per head, or one per channel (the E axis of S).
 With b_t > 0, u_t corrects the value that the state already returns for the key: the delta rule.
 With b_t = 0, values are only added (Mamba-2, retention.py).
-Here and in retention.py, D is the width of a head's queries and keys, E the width of its values, C
-the number of tokens per chunk, and N the number of chunks.
 """
 
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.base import Attention, LayerSpec, Shared
 from model.attention.short_conv import ShortConv
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
@@ -32,7 +30,7 @@ MIN_PRODUCT_SIZE = 16
 
 
 class RecurrentAttention(Attention):
-    """Attention that caches a state (B, H, D, E), whose size does not depend on the length.
+    """Attention that caches a state (B, H, E, F), whose size does not depend on the length.
 
     Tokens are processed in chunks of `chunk` tokens, rounded up to a power of two; the chunk size
     does not affect the result. (`Attention.chunk` is something else: a limit on what a token
@@ -51,12 +49,12 @@ class RecurrentAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        erase: Tensor | None,
+        beta: Tensor | None,
         g: Tensor,
         ctx: ForwardContext,
         cache: LayerCache | None,
     ) -> Tensor:
-        """Run `recurrence` from the cached state, and store the new one. Returns (B, T, H, E)."""
+        """Run `recurrence` from the cached state, and store the new one. Returns (B, T, H, F)."""
         positions = ctx.positions[:, :, None, None]
         g = g.masked_fill(positions < 0, 0.0)  # padding
         g = g.masked_fill(positions == 0, FORGET_ALL)
@@ -65,7 +63,7 @@ class RecurrentAttention(Attention):
         else:
             state = cache.states["state"].type_as(g)
         with no_autocast(g.device):
-            y, state = recurrence(q, k, v, erase, g, state, self.chunk_size)
+            y, state = recurrence(q, k, v, beta, g, state, self.chunk_size)
         if cache is not None:
             cache.states["state"].copy_(state)
         return y
@@ -82,14 +80,16 @@ class RecurrentAttention(Attention):
 class GatedRecurrence(RecurrentAttention):
     """A recurrence with gated outputs; q, k and v pass through a convolution over `kernel` tokens.
 
-    Gated DeltaNet (2412.06464): one decay per head, and the state is erased where it is written.
-    Kimi Delta Attention (2510.26692): one decay per channel. With `low_rank`, decays and gates are
-    projected from `head_dim` features, as in Kimi.
-    Mamba-2 (2405.21060): without `erase`, the more a token decays the state, the more it writes.
-    Keys are normalized to unit length only with `erase`.
+    With `erase`, it is the delta rule, and keys have unit length. Without, the more a token decays
+    the state, the more it writes. With `low_rank`, decays and gates are projected from `head_dim`
+    features. Published combinations:
+
+        Gated DeltaNet        erase     one decay per head                   2412.06464
+        Kimi Delta Attention  erase     one decay per channel, low_rank      2510.26692
+        Mamba-2               no erase  one decay per head                   2405.21060
     """
 
-    narrow_states = ("conv",)  # the convolution's past inputs, which accumulate no errors
+    low_precision_states = ("conv",)  # the convolution's past inputs, which accumulate no errors
 
     def __init__(
         self,
@@ -139,24 +139,23 @@ class GatedRecurrence(RecurrentAttention):
         self.o_proj = Linear(width, dim)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         # Project and convolve.
         qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)  # (B, T, W)
         past = None if cache is None else cache.states["conv"]
         qkv = F.silu(self.conv(qkv, ctx, past))
         qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.unbind(dim=2)  # (B, T, H, D)
+        q, k, v = qkv.unbind(dim=2)  # (B, T, H, E)
 
-        # The log decay g, (B, T, H, 1) or (B, T, H, D).
-        step = fp32(self.decay_proj(self.decay_latent(x))) + fp32(self.decay_bias)
-        step = split_heads(F.softplus(step), self.heads)
-        g = -fp32(self.decay_rate).exp()[:, None] * step
+        # The log decay g, (B, T, H, 1) or (B, T, H, E).
+        dt = fp32(self.decay_proj(self.decay_latent(x))) + fp32(self.decay_bias)
+        dt = split_heads(F.softplus(dt), self.heads)
+        g = -fp32(self.decay_rate).exp()[:, None] * dt
 
         # The fraction of the value that is written, and of the state that is erased.
         if self.write_proj is None:
-            k = step * k
+            k = dt * k
             beta = None
         else:
             q = l2_norm(q)
@@ -169,7 +168,7 @@ class GatedRecurrence(RecurrentAttention):
         y = self.out_norm(y.type_as(x))
         gate = self.gate_proj(self.gate_latent(x)).unflatten(-1, y.shape[2:])
         y = y * self.gate_activation(gate)
-        return self.o_proj(y.flatten(-2)), carry
+        return self.o_proj(y.flatten(-2)), shared
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
         return super().state_shapes(capacity) | {"conv": self.conv.state_shape}
@@ -189,22 +188,22 @@ class GatedRecurrence(RecurrentAttention):
 
 
 def l2_norm(x: Tensor) -> Tensor:
-    """Scale x (..., D) to unit length."""
+    """Scale x (..., E) to unit length."""
     square = x.square().sum(dim=-1, keepdim=True)
     return x * (square + 1e-6).rsqrt()
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, erase: Tensor | None, g: Tensor, state: Tensor, chunk: int
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over chunks of tokens, starting from `state` (B, H, D, E).
+    """Run the recurrence over chunks of tokens, starting from `state` (B, H, E, F).
 
-    q, k (B, T, H, D), v (B, T, H, E), b in `erase` (B, T, H, 1), or None for b = 0, and log decays
-    g (B, T, H, 1) or (B, T, H, D) -> output (B, T, H, E), next state.
+    q, k (B, T, H, E), v (B, T, H, F), b in `beta` (B, T, H, 1), or None for b = 0, and log decays
+    g (B, T, H, 1) or (B, T, H, E) -> output (B, T, H, F), next state.
 
     In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
     so the systems of all chunks are solved together. Only two matrix products per chunk have to
-    wait for S, or none without `erase`. Chunked delta rule: 2406.06484; with a decay per head:
+    wait for S, or none without `beta`. Chunked delta rule: 2406.06484; with a decay per head:
     2412.06464; with a decay per channel: 2510.26692.
     """
     length = q.shape[1]
@@ -213,21 +212,21 @@ def recurrence(
     assert g.shape[3] in (1, q.shape[3]), (g.shape, q.shape)
     assert state.shape[2:] == (q.shape[3], v.shape[3]), (state.shape, q.shape, v.shape)
     chunk = 1 << (min(chunk, length) - 1).bit_length()
-    q = split_chunks(q, chunk)  # (B, H, N, C, D)
+    q = split_chunks(q, chunk)  # (B, H, N, C, E)
     k = split_chunks(k, chunk)
-    u = split_chunks(v, chunk)  # (B, H, N, C, E)
+    u = split_chunks(v, chunk)  # (B, H, N, C, F)
     # G_i = g_1 + ... + g_i, so a fraction exp(G_i - G_j) of token j remains at token i.
-    g_sum = split_chunks(g, chunk).cumsum(dim=-2)  # (B, H, N, C, 1 or D)
+    g_sum = split_chunks(g, chunk).cumsum(dim=-2)  # (B, H, N, C, 1 or E)
     decay = g_sum.exp()
 
-    if erase is None:
+    if beta is None:
         w = None
         (scores,) = decayed_products((q,), k, g_sum)
     else:
         # u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = v_i - b_i S' (exp(G_i) k_i).
         # With (I + A) u_v = v and (I + A) w = b exp(G) k, the solution is u = u_v - w S. `system`
         # is A, strictly lower triangular; the solver adds I.
-        erased = split_chunks(erase, chunk) * k
+        erased = split_chunks(beta, chunk) * k
         scores, system = decayed_products((q, erased), k, g_sum)
         solution = torch.cat((u, decay * erased), dim=-1)
         if length > 1:  # with one token, A = 0
@@ -237,9 +236,9 @@ def recurrence(
     # o_i = sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j + S' (exp(G_i) q_i)
     # S_next = Diag(exp(G_last)) S + sum_j (exp(G_last - G_j) k_j) u_j'
     g_last = g_sum[..., -1:, :]
-    k = ((g_last - g_sum).exp() * k).mT  # (B, H, N, D, C)
+    k = ((g_last - g_sum).exp() * k).mT  # (B, H, N, E, C)
     q = decay * q
-    chunk_decay = g_last.exp().mT  # (B, H, N, 1 or D, 1)
+    chunk_decay = g_last.exp().mT  # (B, H, N, 1 or E, 1)
 
     # Compute the states one chunk after another, then the outputs of all chunks at once.
     decays = chunk_decay.unbind(dim=2)
@@ -257,12 +256,12 @@ def recurrence(
             state = decay_n * state + k_n @ corrected[-1]
         u = torch.stack(corrected, dim=2)
     y = scores @ u + q @ torch.stack(states, dim=2)
-    y = y.flatten(2, 3).transpose(1, 2)  # (B, N C, H, E)
+    y = y.flatten(2, 3).transpose(1, 2)  # (B, N C, H, F)
     return y[:, :length], state
 
 
 def split_chunks(x: Tensor, chunk: int) -> Tensor:
-    """x (B, T, H, D) -> (B, H, N, C, D), padded with zeros, where C = chunk."""
+    """x (B, T, H, E) -> (B, H, N, C, E), padded with zeros, where C = chunk."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
     return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
@@ -270,19 +269,19 @@ def split_chunks(x: Tensor, chunk: int) -> Tensor:
 def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterable[Tensor]:
     """x_i . exp(G_i - G_j) k_j for j <= i, and 0 elsewhere: (..., C, C) for each x in `xs`.
 
-    x, k (..., C, D), G (..., C, 1) or (..., C, D).
+    x, k (..., C, E), G (..., C, 1) or (..., C, E).
     """
     if g_sum.shape[-1] == 1:
         # The first tril prevents exp from overflowing above the diagonal.
         decay_mask = (g_sum - g_sum.mT).tril().exp().tril()
         return [(x @ k.mT) * decay_mask for x in xs]
 
-    # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x D numbers are too
+    # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x E numbers are too
     # many to store. Splitting this factor into exp(G_i) and exp(-G_j) would overflow, because G
     # falls by 60 or more per document. But for a token m between j and i, exp(G_i - G_m) and
     # exp(G_m - G_j) are at most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ...
     # C / 2 tokens, and m is the last token of the first block.
-    x = torch.stack(xs, dim=-3)  # (..., X, C, D)
+    x = torch.stack(xs, dim=-3)  # (..., X, C, E)
     products = (x * k[..., None, :, :]).sum(dim=-1)[..., None, None]  # blocks (..., X, C, 1, 1)
     chunk = k.shape[-2]
     sizes = [1 << level for level in range(chunk.bit_length() - 1)]
@@ -295,14 +294,14 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
     rows = []
     columns = []
     for size in sizes:
-        pairs = (-1, 2, size)  # (..., C, D) -> (..., C / (2 size), 2, size, D)
+        pairs = (-1, 2, size)  # (..., C, E) -> (..., C / (2 size), 2, size, E)
         g_first, g_second = g_sum.unflatten(-2, pairs).unbind(dim=-3)
         g_middle = g_first[..., -1:, :]
         x_second = x.unflatten(-2, pairs)[..., 1, :, :]
         k_first = k.unflatten(-2, pairs)[..., 0, :, :]
         x_second = x_second * (g_second - g_middle).exp().unsqueeze(-4)
-        rows.append(x_second.flatten(-4, -2))  # (..., X C / 2, D)
-        columns.append((k_first * (g_middle - g_first).exp()).flatten(-3, -2))  # (..., C / 2, D)
+        rows.append(x_second.flatten(-4, -2))  # (..., X C / 2, E)
+        columns.append((k_first * (g_middle - g_first).exp()).flatten(-3, -2))  # (..., C / 2, E)
     below = torch.stack(rows) @ torch.stack(columns).mT
     below = below.unflatten(-2, (len(xs), -1))  # (sizes, ..., X, C / 2, C / 2)
     for size, product in zip(sizes, below.unbind(dim=0), strict=True):
@@ -313,7 +312,7 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
 class UnitTriangularSolve(torch.autograd.Function):
     """Solve (I + A) X = Y for X, where A is the part of `system` below the diagonal.
 
-    system (..., C, C), Y (..., C, E) -> X (..., C, E)
+    system (..., C, C), Y (..., C, F) -> X (..., C, F)
     """
 
     @staticmethod

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.recurrent import RecurrentAttention
 from model.cache import LayerCache
 from model.context import ForwardContext
@@ -47,10 +47,9 @@ class Retention(RecurrentAttention):
         self.register_buffer("log_decay", log_decay[:, None], persistent=False)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
-        # Project to (B, T, H, D) or (B, T, H, E), and rotate.
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
+        # Project to (B, T, H, E) or (B, T, H, F), and rotate.
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = [split_heads(fp32(y), self.heads) for y in qkv]
         cos, sin = ctx.rotary(self.head_dim, self.rope_base)
@@ -63,4 +62,4 @@ class Retention(RecurrentAttention):
         y = self.recur(q, k, v, None, g, ctx, cache)
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))
-        return self.o_proj(gate * y.flatten(-2)), carry
+        return self.o_proj(gate * y.flatten(-2)), shared

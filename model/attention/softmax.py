@@ -14,23 +14,21 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.base import Attention, LayerSpec, Shared
 from model.attention.kernels.choose import AttentionKernel
 from model.attention.kernels.definition import ScoreBias
 from model.cache import LayerCache, Shape
-from model.context import ForwardContext, Visibility
+from model.context import AttentionMask, ForwardContext
 from model.layers import Linear, RMSNorm, apply_rope, project, rms, split_heads, take_along
 from model.rope import Scaling
 from run.ranges import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class SoftmaxAttention(Attention):
-    """Softmax attention; a preset is a combination of these options.
+    """Softmax attention, with the options that configs/attention/gqa.yaml explains.
 
-    If `rope_base` is null, there is no RoPE. A `head_dim` of null means dim / heads; with other
-    values, the heads together are wider or narrower than x. A token attends to at most the `window`
-    newest tokens, itself included, and only to tokens in its own `chunk`; the cache holds only these
-    tokens. Raises ValueError for options that conflict.
+    The cache holds only the tokens in the window and the chunk. Raises ValueError for options that
+    conflict.
     """
 
     def __init__(
@@ -106,16 +104,15 @@ class SoftmaxAttention(Attention):
         self.kernel = AttentionKernel(softcap, dropout)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         # Queries, keys and values of the T new tokens; keys and values of all S tokens in reach.
         q, k, v = self.project_qkv(x, ctx)
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
         # Attend, gate and project back.
-        y = self.attend(q, kv["k"], kv["v"], visible)
-        return self.project_out(y, x), carry
+        y = self.attend(q, kv["k"], kv["v"], mask)
+        return self.project_out(y, x), shared
 
     # Steps shared with other variants.
 
@@ -166,14 +163,14 @@ class SoftmaxAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        visible: Visibility,
+        mask: AttentionMask,
         score_bias: ScoreBias | None = None,
     ) -> Tensor:
         """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E).
 
         `score_bias` is added to the scores; see kernels/definition.py.
         """
-        return self.kernel(q, k, v, visible, sink=self.sink, score_bias=score_bias)
+        return self.kernel(q, k, v, mask, sink=self.sink, score_bias=score_bias)
 
     def project_out(self, y: Tensor, x: Tensor) -> Tensor:
         """Gate the heads' outputs y (B, T, H, E) with x (B, T, D), if gated, and project to D."""
@@ -183,19 +180,19 @@ class SoftmaxAttention(Attention):
         return self.o_proj(y)
 
     def own_feature(
-        self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, in_reach: Tensor
+        self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, stored: Tensor
     ) -> Tensor:
         """Return a feature (B, T, K, E) of the new tokens as attention reads it.
 
-        `new` (B, T, K, E) was passed to `extend_cache`, which returned `in_reach` (B, S, K, E). If
-        `in_reach` holds the cache's slots (S = size), the feature is read from them, because an
+        `new` (B, T, K, E) was passed to `extend_cache`, which returned `stored` (B, S, K, E). If
+        `stored` holds the cache's slots (S = size), the feature is read from them, because an
         int8 cache has rounded it. A ring that receives several tokens returns the new features
         unrounded, after its slots.
         """
-        if cache is None or in_reach.shape[1] != cache.size:
+        if cache is None or stored.shape[1] != cache.size:
             return new
         slots = ctx.cache_slots(cache.size)
-        return take_along(in_reach, slots[..., None, None], dim=1)
+        return take_along(stored, slots[..., None, None], dim=1)
 
     def cache_shapes(self) -> dict[str, Shape]:
         kv_shape = (self.kv_heads, self.head_dim)

@@ -8,11 +8,11 @@ int8, is first converted as a whole. N is the number of blocks.
 import torch
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec, add_loss
+from model.attention.base import LayerSpec, Shared, add_loss
 from model.attention.kernels.definition import ScoreOptions, attention_weights
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
-from model.context import ForwardContext, Visibility
+from model.context import AttentionMask, ForwardContext
 from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads, take_along
 from run.ranges import NonNegativeFloat, PositiveInt
 
@@ -22,11 +22,11 @@ TIE_BREAK = 1e-12  # subtracted from a score for each token between query and ke
 class SparseAttention(SoftmaxAttention):
     """Base class of sparse attention: each query attends to `topk` keys, or blocks of keys.
 
-    Takes SoftmaxAttention's knobs. Raises ValueError for a window or a chunk.
+    Takes SoftmaxAttention's options. Raises ValueError for a window or a chunk.
     """
 
-    def __init__(self, spec: LayerSpec, *, topk: PositiveInt, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, *, topk: PositiveInt, **options):
+        super().__init__(spec, **options)
         self.topk = topk
         if self.window is not None or self.chunk is not None:
             raise ValueError(
@@ -36,20 +36,20 @@ class SparseAttention(SoftmaxAttention):
             )
 
     @property
-    def num_chosen(self) -> int:
+    def keys_per_step(self) -> int:
         """The maximum number of keys a query attends to; a decode step reads this many."""
         return self.topk
 
-    def choose(self, scores: Tensor, visible: Visibility) -> Tensor:
+    def choose(self, scores: Tensor, mask: AttentionMask) -> Tensor:
         """Return a mask (B, T, S) of the `topk` visible keys with the highest scores (B, T, S).
 
         Among keys with a score of 0, the newest are chosen.
         """
-        mask = visible_mask(visible)[:, 0]  # (B, T, S)
-        distance = visible.query_positions[:, :, None] - visible.key_positions[:, None]
-        scores = (scores - TIE_BREAK * distance).masked_fill(~mask, -torch.inf)
+        is_visible = dense_mask(mask)[:, 0]  # (B, T, S)
+        distance = mask.query_positions[:, :, None] - mask.key_positions[:, None]
+        scores = (scores - TIE_BREAK * distance).masked_fill(~is_visible, -torch.inf)
         best = scores.topk(min(self.topk, scores.shape[-1]), dim=-1).indices  # (B, T, topk)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & is_visible
 
     @torch.no_grad()
     def mean_weights(self, q: Tensor, k: Tensor, chosen: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class SparseAttention(SoftmaxAttention):
         k: Tensor,
         v: Tensor,
         chosen: Tensor,
-        visible: Visibility,
+        mask: AttentionMask,
         cache: LayerCache | None,
     ) -> Tensor:
         """q (B, T, H, E), k and v (B, S, K, E) -> (B, T, H, E), from the chosen keys only.
@@ -78,9 +78,9 @@ class SparseAttention(SoftmaxAttention):
         """
         if chosen.ndim == 3:
             chosen = chosen[:, None]
-        if cache is not None and q.shape[1] == 1 and self.num_chosen < cache.size:
+        if cache is not None and q.shape[1] == 1 and self.keys_per_step < cache.size:
             # Read the L slots of the chosen tokens.
-            slots = chosen.int().topk(self.num_chosen, dim=-1).indices  # (B, 1 or K, 1, L)
+            slots = chosen.int().topk(self.keys_per_step, dim=-1).indices  # (B, 1 or K, 1, L)
             chosen = take_along(chosen, slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
             k = take_along(k, index, dim=1)
@@ -89,15 +89,15 @@ class SparseAttention(SoftmaxAttention):
         # Query heads that share a key head share its mask. Padding attends to everything.
         if chosen.shape[1] > 1:
             chosen = chosen.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        mask = chosen | (visible.query_positions < 0)[:, None, :, None]
-        return self.attend(q, k, v, visible.narrowed(mask))
+        chosen = chosen | (mask.query_positions < 0)[:, None, :, None]
+        return self.attend(q, k, v, mask.narrowed(chosen))
 
 
-def visible_mask(visible: Visibility) -> Tensor:
+def dense_mask(mask: AttentionMask) -> Tensor:
     """Return the mask (B, 1, T, S), building it if it is None (plain causal attention)."""
-    if visible.mask is not None:
-        return visible.mask
-    return visible.key_positions[:, None, None, :] <= visible.query_positions[:, None, :, None]
+    if mask.dense is not None:
+        return mask.dense
+    return mask.key_positions[:, None, None, :] <= mask.query_positions[:, None, :, None]
 
 
 class BlockAttention(SparseAttention):
@@ -106,20 +106,19 @@ class BlockAttention(SparseAttention):
     A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. The
     similarity is the product of the query and the mean of the block's keys, without learned
     parameters. Query heads that share a key head choose the same blocks, using their mean query.
-    The cache also holds the sum of each block's keys. Takes SoftmaxAttention's knobs except window
+    The cache also holds the sum of each block's keys. Takes SoftmaxAttention's options except window
     and chunk.
     """
 
-    def __init__(self, spec: LayerSpec, *, block: PositiveInt, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, *, block: PositiveInt, **options):
+        super().__init__(spec, **options)
         self.block = block
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q, k, v = self.project_qkv(x, ctx)
-        kv, visible = self.extend_cache(cache, ctx, k=k, v=v)
+        kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
         # The block numbers of queries (B, T) and keys (B, S), and the sum of each block's keys
         # (B, N, K, E).
@@ -133,7 +132,7 @@ class BlockAttention(SparseAttention):
             sums, _ = sum_blocks(k, key_block, is_start, count)
         else:
             query_block = ctx.positions // self.block
-            key_block = visible.key_positions // self.block
+            key_block = mask.key_positions // self.block
             sums = self.extend_sums(cache, ctx, k)
 
         # The keys of the chosen blocks and of the query's own block.
@@ -141,9 +140,9 @@ class BlockAttention(SparseAttention):
         # Slots without a key and rows beyond their capacity (results discarded) have no block.
         key_block = key_block.clamp(min=0, max=sums.shape[1] - 1)
         chosen = take_along(is_chosen, key_block[:, None, None], dim=-1)
-        chosen = chosen & visible_mask(visible)
-        y = self.attend_chosen(q, kv["k"], kv["v"], chosen, visible, cache)
-        return self.project_out(y, x), carry
+        chosen = chosen & dense_mask(mask)
+        y = self.attend_chosen(q, kv["k"], kv["v"], chosen, mask, cache)
+        return self.project_out(y, x), shared
 
     def extend_sums(self, cache: LayerCache, ctx: ForwardContext, k: Tensor) -> Tensor:
         """Add new keys (B, T, K, E) to their blocks' cached sums; return all sums (B, N, K, E)."""
@@ -175,7 +174,7 @@ class BlockAttention(SparseAttention):
         return is_chosen & is_earlier | (number == query_block[..., None])[:, None]
 
     @property
-    def num_chosen(self) -> int:
+    def keys_per_step(self) -> int:
         return (self.topk + 1) * self.block
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
@@ -199,7 +198,7 @@ class IndexedAttention(SparseAttention):
     small queries and one small key per token, each `index_dim` wide; the cache holds these keys.
     The indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
     divergence of its softmax from the attention weights averaged over heads. No other parameter
-    learns from this loss. Takes SoftmaxAttention's knobs except window and chunk. Raises ValueError
+    learns from this loss. Takes SoftmaxAttention's options except window and chunk. Raises ValueError
     for an odd `index_dim`.
     """
 
@@ -212,9 +211,9 @@ class IndexedAttention(SparseAttention):
         index_heads: PositiveInt,
         index_dim: PositiveInt | None,
         index_weight: NonNegativeFloat,
-        **knobs,
+        **options,
     ):
-        super().__init__(spec, **knobs)
+        super().__init__(spec, **options)
         if index_dim is None:
             index_dim = 2 * max(1, self.head_dim // 4)
         if index_dim % 2:
@@ -231,25 +230,24 @@ class IndexedAttention(SparseAttention):
         self.index_weight_proj = Linear(spec.dim, index_heads)
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q, k, v = self.project_qkv(x, ctx)
         # Detach x, so that the indexer's loss trains only the indexer.
         index_x = x.detach()
         index_k = self.index_k_norm(self.index_k_proj(index_x))
         index_k = self.rope(split_heads(index_k, 1), ctx, self.index_dim)  # (B, T, 1, d)
-        in_reach, visible = self.extend_cache(cache, ctx, k=k, v=v, index_k=index_k)
+        features, mask = self.extend_cache(cache, ctx, k=k, v=v, index_k=index_k)
 
         # Attend to the keys with the highest scores.
-        scores = self.index_scores(index_x, in_reach["index_k"].squeeze(2), ctx)  # (B, T, S)
-        chosen = self.choose(scores, visible)
-        y = self.attend_chosen(q, in_reach["k"], in_reach["v"], chosen, visible, cache)
+        scores = self.index_scores(index_x, features["index_k"].squeeze(2), ctx)  # (B, T, S)
+        chosen = self.choose(scores, mask)
+        y = self.attend_chosen(q, features["k"], features["v"], chosen, mask, cache)
 
         if cache is None and torch.is_grad_enabled():
             loss = divergence(self.mean_weights(q, k, chosen), scores, chosen)
-            carry = add_loss(carry, "indexer_kl", loss, self.index_weight)
-        return self.project_out(y, x), carry
+            shared = add_loss(shared, "indexer_kl", loss, self.index_weight)
+        return self.project_out(y, x), shared
 
     def index_scores(self, x: Tensor, index_k: Tensor, ctx: ForwardContext) -> Tensor:
         """x (B, T, D), the indexer's keys (B, S, d) -> the scores of all keys (B, T, S)."""

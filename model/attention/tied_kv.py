@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from model.attention.base import CrossLayer, LayerSpec
+from model.attention.base import LayerSpec, Shared
 from model.attention.softmax import SoftmaxAttention
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
@@ -12,29 +12,28 @@ from model.layers import rms, split_heads
 class TiedAttention(SoftmaxAttention):
     """Keys are the normalized, rotated projection; values are the projection divided by its RMS.
 
-    Takes SoftmaxAttention's knobs. The cache stores only the projection, which halves the cache;
+    Takes SoftmaxAttention's options. The cache stores only the projection, which halves the cache;
     norm and RoPE are applied when the projection is read.
     """
 
-    def __init__(self, spec: LayerSpec, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, **options):
+        super().__init__(spec, **options)
         self.v_proj = None
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         q = self.project_q(x, ctx)
         kv = split_heads(self.k_proj(x), self.kv_heads)
-        in_reach, visible = self.extend_cache(cache, ctx, kv=kv)
+        features, mask = self.extend_cache(cache, ctx, kv=kv)
 
         # Keys and values of all tokens in reach, (B, S, K, E).
-        kv = in_reach["kv"]
-        k = self.norm_and_rope(kv, self.k_norm, ctx, visible.key_positions)
+        kv = features["kv"]
+        k = self.norm_and_rope(kv, self.k_norm, ctx, mask.key_positions)
         v = rms(kv, self.norm_eps)
 
-        y = self.attend(q, k, v, visible)
-        return self.project_out(y, x), carry
+        y = self.attend(q, k, v, mask)
+        return self.project_out(y, x), shared
 
     def cache_shapes(self) -> dict[str, Shape]:
         return {"kv": (self.kv_heads, self.head_dim)}

@@ -25,7 +25,7 @@ def repo(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def hub(repo: Path, **knobs) -> Hub:
+def hub(repo: Path, **options) -> Hub:
     given = {
         "tokenizer": None,
         "config": None,
@@ -37,7 +37,7 @@ def hub(repo: Path, **knobs) -> Hub:
         "tokens": None,
         "holdout": 20,
     }
-    return Hub(repo=str(repo), vocab_size=400, **given | knobs)
+    return Hub(repo=str(repo), vocab_size=400, **given | options)
 
 
 @pytest.mark.parametrize("tokens", [None, 4000])

@@ -34,14 +34,14 @@ def ids_of(count: int, seed: int) -> list[int]:
     return ids.tolist()
 
 
-def source(path: Path, **knobs) -> Pretokenized:
+def source(path: Path, **options) -> Pretokenized:
     defaults = {"validation_tokens": 500, "vocab_size": VOCABULARY, "bos": BOS, "tokenizer": None}
-    return Pretokenized(path=str(path), **(defaults | knobs))
+    return Pretokenized(path=str(path), **(defaults | options))
 
 
-def held_out(folder: Path, **knobs) -> Pretokenized:
+def held_out(folder: Path, **options) -> Pretokenized:
     """A corpus whose validation files have "val" in their names."""
-    return source(folder, validation=f"{folder}/*val*", **knobs)
+    return source(folder, validation=f"{folder}/*val*", **options)
 
 
 def fill(folder: Path, form: str, seed: int = 0) -> None:
@@ -79,8 +79,8 @@ def test_ids_of_a_different_tokenizer_are_refused(tmp_path, story):
     corpus = prepare(text_source(story), tmp_path / "cache")
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     own = folder / "tokenizer.model"
-    knobs = {"validation": str(folder / "validation-00000.bin"), "tokenizer": str(own)}
-    again = prepare(source(folder, **knobs), tmp_path / "cache")
+    options = {"validation": str(folder / "validation-00000.bin"), "tokenizer": str(own)}
+    again = prepare(source(folder, **options), tmp_path / "cache")
     assert np.array_equal(again.train[0], corpus.train[0])
     assert np.array_equal(again.validation, corpus.validation[:500])
     other = Tokenizer.train(["other words"] * 99, 400)
@@ -95,7 +95,7 @@ def test_ids_of_a_different_tokenizer_are_refused(tmp_path, story):
     same.write_bytes(own.read_bytes())
     config = same.with_name("generation_config.json")
     config.write_text(json.dumps({"eos_token_id": [corpus.tokenizer.eos, 5]}), encoding="utf-8")
-    prepare(source(folder, **knobs | {"tokenizer": str(same)}), tmp_path / "cache")
+    prepare(source(folder, **options | {"tokenizer": str(same)}), tmp_path / "cache")
     # A link to the file, and a tokenizer that differs only in the EOS at the end of a document.
     (tmp_path / "link.bin").symlink_to(folder / "train-00000.bin")
     config.write_text('{"eos_token_id": 5}', encoding="utf-8")
@@ -140,10 +140,10 @@ def test_a_bin_file_without_a_header_can_be_uint32(tmp_path, vocab_size, dtype):
     """Shards that data/prepare.py writes are uint32 if the vocabulary does not fit into uint16."""
     ids = [*range(1, 90)] * 9 + [vocab_size - 1]
     np.array(ids, "<u4").tofile(tmp_path / "a.bin")
-    knobs = {"vocab_size": vocab_size, "validation_tokens": 2}
+    options = {"vocab_size": vocab_size, "validation_tokens": 2}
     if dtype is not None:
-        knobs["dtype"] = dtype
-    corpus = prepare(source(tmp_path / "a.bin", **knobs), tmp_path / "cache")
+        options["dtype"] = dtype
+    corpus = prepare(source(tmp_path / "a.bin", **options), tmp_path / "cache")
     assert [*corpus.train[0], *corpus.validation] == ids
 
 
@@ -177,9 +177,9 @@ def test_small_and_large_ids_may_alternate_if_the_dtype_is_given(tmp_path):
 def test_settings_that_contradict_the_token_files_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(encode(ONES))
-    for knobs, named in (({"bos": VOCABULARY}, "data.bos"), ({"dtype": "uint32"}, "uint32")):
+    for options, named in (({"bos": VOCABULARY}, "data.bos"), ({"dtype": "uint32"}, "uint32")):
         with pytest.raises(ValueError, match=named):
-            prepare(source(path, **knobs), tmp_path / "cache")
+            prepare(source(path, **options), tmp_path / "cache")
     text = tmp_path / "story.txt"
     text.write_text("text that could be read as ids " * 100, encoding="utf-8")
     with pytest.raises(ValueError, match=r"story\.txt"):

@@ -26,7 +26,7 @@ from data.loader import Loader
 from data.prepare import Source
 from data.sources import Text
 from run import checkpoint, errors, folder
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.signals import Signals
 from tests.conftest import LONG, TINY, settings_of
 from train import train
@@ -85,7 +85,7 @@ class Job:
             batch_size=settings.batch_tokens // CONTEXT,
             seed=settings.seed,
         )
-        ranks = DistEnv(0, 1, torch.device("cpu"))
+        ranks = Ranks(0, 1, torch.device("cpu"))
         # Plotting with matplotlib would take as long as the four steps and their saves.
         picture = mock.patch.object(logger, "draw_loss", lambda _, path: path.touch() or [0.0])
         with (
@@ -210,7 +210,7 @@ def lose_power(record: Path, checkpoints: list[Path]) -> None:
                 os.truncate(path, 0)
 
 
-def source(path: Path, **knobs) -> Text:
+def source(path: Path, **options) -> Text:
     given = {
         "text_field": "text",
         "separator": "<|endoftext|>",
@@ -218,7 +218,7 @@ def source(path: Path, **knobs) -> Text:
         "vocab_size": 400,
         "tokenizer": None,
     }
-    return Text(path=str(path), **(given | knobs))
+    return Text(path=str(path), **(given | options))
 
 
 def documents_of(found: Source) -> list[tuple[str, bool]]:

@@ -57,7 +57,7 @@ def compose_and_build(words: list[str]) -> None:
 def exit_code(take: Callable, argument: object) -> int | None:
     """Call a function as a command does; return its exit code, or None for an unexpected error."""
     try:
-        with errors.report_errors(), errors.user_input():
+        with errors.report_errors(), errors.exit_on_invalid_input():
             take(argument)
         return 0
     except SystemExit as end:

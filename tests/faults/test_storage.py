@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from run import checkpoint, folder, progress
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from tests.conftest import TINY, settings_of
 from tests.faults.harness import at_most, forked
 
@@ -68,7 +68,7 @@ def test_only_one_run_can_use_a_folder(job, capfd):
     files = [path for path in job.root.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
     settings = settings_of(f"run_dir={job.root}/run", "resume=true")
-    ranks = DistEnv(0, 1, torch.device("cpu"))
+    ranks = Ranks(0, 1, torch.device("cpu"))
     with folder.open_run_dir(settings, ranks, job.checkpoints[-1]):
         assert forked(job) == 2
     *_, line = capfd.readouterr().err.splitlines()

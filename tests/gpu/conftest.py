@@ -10,7 +10,7 @@ from torch import nn
 from data.corpus import Corpus
 from data.loader import Loader
 from run import checkpoint
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.signals import Signals
 from tests.conftest import TINY, every_kind, settings_of, shrink
 from tests.gpu.fake_cuda import fake_cuda
@@ -45,7 +45,7 @@ def run_on_gpu(gpu, tokenizer, tmp_path):
         text = [np.zeros(4096, np.uint16)]
         corpus = Corpus(text, text[0], tokenizer, "0" * 64)
         loader = Loader(text, context=8, batch_size=8, seed=0)
-        ranks = DistEnv(0, 1, torch.device("cuda"))
+        ranks = Ranks(0, 1, torch.device("cuda"))
         clock = Clock(monotonic())
         env = Environment(settings, corpus, loader, tmp_path, ranks, Signals(), clock)
         is_resumed = "resume=true" in overrides

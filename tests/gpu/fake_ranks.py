@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.loader import Loader
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.signals import Signals
 from tests.conftest import settings_of
 from tests.gpu.fake_cuda import fake_cuda
@@ -232,7 +232,7 @@ def simulate(*overrides: str, gpus: int) -> Step:
             stack.enter_context(patch("training.parallel.initial_values", lambda *args: []))
         monitor = stack.enter_context(RankMonitor(gpus, device))
         corpus = SimpleNamespace(tokenizer=SimpleNamespace(bos=1))
-        ranks = DistEnv(0, gpus, device)
+        ranks = Ranks(0, gpus, device)
         env = Environment(settings, corpus, loader, Path(), ranks, Signals(), Clock(0.0))
         trainer = Trainer(env, is_compiled=False)
         if trainer.parallel is not trainer.loss_module:

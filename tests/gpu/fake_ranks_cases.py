@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from model.build import build_model
-from run.distributed import DistEnv, full_tensor, shard_like
+from run.distributed import Ranks, full_tensor, shard_like
 from run.settings import Settings
 from tests.conftest import redraw, settings_of
 from tests.gpu.fake_ranks import MICRO_BATCHES, simulate
@@ -80,7 +80,7 @@ def drawn_gradients(
     monkeypatch, settings: Settings, is_compiled: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return the gradients for two texts with random weights, and the number of graphs."""
-    ranks = DistEnv(0, 1 if settings.sharded else 2, torch.device("cpu"))
+    ranks = Ranks(0, 1 if settings.sharded else 2, torch.device("cpu"))
     loss_module, parallel = build_parallel(settings, ranks, torch.float32, bos=0)
     drawn = dict(redraw(build_model(settings.model, "cpu", seed=None)).named_parameters())
     with torch.no_grad():

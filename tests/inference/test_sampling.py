@@ -19,14 +19,14 @@ from tests.inference.recorded_graph import recorded_graphs
 LOGITS = torch.tensor([[0.5, -8.0, 2.0, 0.0, 1.0, -1.0]])
 
 
-def draws(logits: torch.Tensor, **knobs) -> torch.Tensor:
+def draws(logits: torch.Tensor, **options) -> torch.Tensor:
     """Sample the first token of each row; the rows have different seeds."""
     seeds = torch.arange(len(logits))
-    return sample(logits, seeds, torch.zeros_like(seeds), **knobs)
+    return sample(logits, seeds, torch.zeros_like(seeds), **options)
 
 
-def frequencies(**knobs) -> torch.Tensor:
-    return draws(LOGITS.expand(40_000, -1), **knobs).bincount(minlength=6) / 40_000
+def frequencies(**options) -> torch.Tensor:
+    return draws(LOGITS.expand(40_000, -1), **options).bincount(minlength=6) / 40_000
 
 
 def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
@@ -36,7 +36,7 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "knobs, kept",
+    "options, kept",
     [
         ({}, 6),
         ({"temperature": 0.5}, 6),
@@ -48,9 +48,9 @@ def expected(kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, 2),
     ],
 )
-def test_samples_follow_the_specified_distribution(knobs, kept):
-    wanted = expected(kept, knobs.get("temperature", 1.0))
-    got = frequencies(**knobs)
+def test_samples_follow_the_specified_distribution(options, kept):
+    wanted = expected(kept, options.get("temperature", 1.0))
+    got = frequencies(**options)
     assert (got - wanted).abs().max() < 0.01
     assert got[wanted == 0].sum() == 0
 
@@ -72,8 +72,8 @@ def test_min_p_keeps_a_token_exactly_at_the_bound(min_p):
 def test_ids_without_a_token_are_never_sampled():
     logits = torch.zeros(2000, 6)
     seen = torch.ones(2000, 6, dtype=torch.bool)
-    for knobs in ({}, {"top_k": 5}, {"seen_tokens": seen, "repetition_penalty": 2.0}):
-        assert draws(logits, vocab_size=4, **knobs).unique().tolist() == [0, 1, 2, 3]
+    for options in ({}, {"top_k": 5}, {"seen_tokens": seen, "repetition_penalty": 2.0}):
+        assert draws(logits, vocab_size=4, **options).unique().tolist() == [0, 1, 2, 3]
 
 
 def test_the_most_likely_token_is_the_same_with_top_k_and_without():

@@ -215,7 +215,7 @@ def test_cache_bytes_equal_the_allocated_bytes(model, capacity):
 
 def num_graphs(model) -> int:
     """The number of decode graphs: two if the first step reads fewer slots than a layer selects."""
-    chosen = [getattr(block.attention, "num_chosen", 0) for block in model.blocks]
+    chosen = [getattr(block.attention, "keys_per_step", 0) for block in model.blocks]
     return 1 + any(4 <= number < model.context for number in chosen)
 
 
@@ -331,15 +331,15 @@ def test_every_variant_runs_in_bf16(variant):
 
 
 def test_layers_share_their_masks_and_plain_causal_attention_has_no_mask(monkeypatch):
-    visible = ForwardContext.visible
+    original = ForwardContext.mask
     masks = []
 
     def recorded(*arguments):
-        result = visible(*arguments)
-        masks.append(result.mask)
+        result = original(*arguments)
+        masks.append(result.dense)
         return result
 
-    monkeypatch.setattr(ForwardContext, "visible", recorded)
+    monkeypatch.setattr(ForwardContext, "mask", recorded)
     drawn(tree_of("local_global", "model.depth=4"))(TOKENS)
     assert masks[0] is masks[2] is not None
     assert masks[1] is masks[3] is None

@@ -18,7 +18,7 @@ SPEC = LayerSpec(dim=64, heads=4, context=64, layer=0, depth=2, norm_eps=1e-6)
 HOSTILE = [
     "model.layers.torch.hub.load",
     "model.attention.softmax.Linear",  # defined in model/, but imported there from a different file
-    "model.attention.base.CrossLayer",  # a type alias
+    "model.attention.base.Shared",  # a type alias
     "model.layers.GatedFeedForward.__init__",
     "run.instantiate.import_module",
     "os.system",
@@ -79,8 +79,8 @@ def test_vectors_except_biases_stay_in_fp32_in_a_low_precision_model():
 class Buffered(SoftmaxAttention):
     """Has a buffer that checkpoints store."""
 
-    def __init__(self, spec: LayerSpec, **knobs):
-        super().__init__(spec, **knobs)
+    def __init__(self, spec: LayerSpec, **options):
+        super().__init__(spec, **options)
         self.register_buffer("gain", torch.linspace(0.5, 2.0, spec.heads))
 
 

@@ -39,7 +39,7 @@ def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
     k = random(2, 2, 9, 8).requires_grad_()
     v = random(2, 2, 9, 6).requires_grad_()
     sink = random(4).requires_grad_() if has_sink else None
-    return q, k, v, ForwardContext(torch.zeros(2, 9)).visible(window, None), sink
+    return q, k, v, ForwardContext(torch.zeros(2, 9)).mask(window, None), sink
 
 
 def by_tokens(*tensors: Tensor) -> list[Tensor]:
@@ -58,7 +58,7 @@ def assert_same_with_gradients(y: Tensor, expected: Tensor, inputs: tuple) -> No
 @pytest.mark.parametrize("window", [None, 3])
 def test_eager_attention_matches_torch(kv_heads, window):
     q, k, v = random(2, 6, 7, 8), random(2, kv_heads, 7, 8), random(2, kv_heads, 7, 4)
-    mask = ForwardContext(torch.zeros(2, 7)).visible(window, None).mask
+    mask = ForwardContext(torch.zeros(2, 7)).mask(window, None).dense
     y = eager_attention(Case(q, k, v, mask, ScoreOptions(SCALE)))
     distances = torch.arange(7)[:, None] - torch.arange(7)
     is_visible = (distances >= 0) & (distances < (window or 7))
@@ -141,12 +141,12 @@ def test_the_blockwise_and_the_automatic_kernel_match_eager_attention(
     window, softcap, has_sink, monkeypatch
 ):
     monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
-    q, k, v, visible, sink = kernel_inputs(window, has_sink)
-    case = Case(q, k, v, visible.mask, ScoreOptions(0.3, softcap, sink=sink))
+    q, k, v, mask, sink = kernel_inputs(window, has_sink)
+    case = Case(q, k, v, mask.dense, ScoreOptions(0.3, softcap, sink=sink))
     expected = eager_attention(case)
     y = blocks.run(case)
     assert_same_with_gradients(y, expected, (q, k, v, sink))
-    chosen = AttentionKernel(softcap)(*by_tokens(q, k, v), visible, sink=sink, scale=0.3)
+    chosen = AttentionKernel(softcap)(*by_tokens(q, k, v), mask, sink=sink, scale=0.3)
     assert_same_with_gradients(chosen.transpose(1, 2), expected, (q, k, v, sink))
 
 
@@ -205,21 +205,21 @@ def test_flex_attention_computes_its_mask_from_positions(window, chunk, has_docu
         documents = torch.zeros(2, 9)
         positions = torch.arange(9).expand(2, -1)
     query, key = positions[:, :, None], positions[:, None]
-    mask = (key <= query) & (documents[:, :, None] == documents[:, None])
+    expected = (key <= query) & (documents[:, :, None] == documents[:, None])
     if window is not None:
-        mask = mask & (query - key < window)
+        expected = expected & (query - key < window)
     if chunk is not None:
-        mask = mask & (query // chunk == key // chunk)
-    mask = mask[:, None]
+        expected = expected & (query // chunk == key // chunk)
+    expected = expected[:, None]
 
     ctx = ForwardContext(torch.zeros(2, 9), documents=documents if has_documents else None)
-    visible = ctx.visible(window, chunk)
-    assert (visible.mask == mask).all()
+    mask = ctx.mask(window, chunk)
+    assert (mask.dense == expected).all()
     q, k, v, sink = flex_inputs(has_sink)
     options = ScoreOptions(0.25, softcap=2.0, sink=sink)
-    wrong_mask = torch.zeros_like(visible.mask)
-    y = flex.run(Case(q, k, v, wrong_mask, options, visible.rule))
-    close(y, eager_attention(Case(q, k, v, mask, options)), rtol=0, atol=1e-5)
+    wrong_mask = torch.zeros_like(mask.dense)
+    y = flex.run(Case(q, k, v, wrong_mask, options, mask.rule))
+    close(y, eager_attention(Case(q, k, v, expected, options)), rtol=0, atol=1e-5)
 
 
 @flex_test
@@ -228,26 +228,26 @@ def test_every_kernel_adds_a_score_bias(is_ring, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
     if is_ring:
         ctx = ForwardContext(torch.zeros(2, 3), torch.tensor([13, 4]))
-        visible = ctx.visible_in_ring(6, 4, None)
+        mask = ctx.ring_mask(6, 4, None)
     else:
-        visible = ForwardContext(torch.zeros(2, 9)).visible(None, None)
+        mask = ForwardContext(torch.zeros(2, 9)).mask(None, None)
     q = random(2, 4, 3 if is_ring else 9, 16)
     k = random(2, 2, 9, 16)
     v = random(2, 2, 9, 16) + 1
     table = random(4, 20).requires_grad_()
-    distances = visible.query_positions[..., None] - visible.key_positions[:, None]
+    distances = mask.query_positions[..., None] - mask.key_positions[:, None]
     is_visible = distances >= 0  # (B, T, S)
-    if visible.mask is not None:
-        is_visible = is_visible & visible.mask[:, 0]
+    if mask.dense is not None:
+        is_visible = is_visible & mask.dense[:, 0]
     scores = table[:, distances.clamp(min=0)].transpose(0, 1)
     scores = scores.masked_fill(~is_visible[:, None], -torch.inf).expand(2, -1, -1, -1)
     expected = scaled_dot_product_attention(q, k, v, scores, enable_gqa=True)
 
     def score_bias(row, head, query, key):
-        return table[head, distance(visible, row, query, key).clamp(min=0)]
+        return table[head, distance(mask, row, query, key).clamp(min=0)]
 
-    case = Case(q, k, v, visible.mask, ScoreOptions(0.25, bias=score_bias))
-    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, score_bias=score_bias)
+    case = Case(q, k, v, mask.dense, ScoreOptions(0.25, bias=score_bias))
+    chosen = AttentionKernel()(*by_tokens(q, k, v), mask, score_bias=score_bias)
     for y in (eager_attention(case), blocks.run(case), chosen.transpose(1, 2)):
         assert_same_with_gradients(y, expected, (table,))
     with torch.no_grad():
@@ -279,12 +279,12 @@ def biased_by_tokens(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias, sink=None
 @pytest.mark.parametrize("has_sink", [False, True])
 def test_every_kernel_adds_a_token_bias(has_sink, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_SIZE", 4)
-    q, k, v, visible, sink = kernel_inputs(None, has_sink)
+    q, k, v, mask, sink = kernel_inputs(None, has_sink)
     bias = TokenBias(random(2, 4, 9).requires_grad_(), random(2, 4, 9).requires_grad_())
     expected = biased_by_tokens(q, k, v, bias, sink)
     inputs = (q, k, v, sink, bias.key)  # without a sink, the query's bias has no gradient
     case = Case(q, k, v, None, ScoreOptions(SCALE, token_bias=bias, sink=sink))
-    chosen = AttentionKernel()(*by_tokens(q, k, v), visible, sink=sink, token_bias=bias)
+    chosen = AttentionKernel()(*by_tokens(q, k, v), mask, sink=sink, token_bias=bias)
     for y in (eager_attention(case), blocks.run(case), chosen.transpose(1, 2)):
         assert_same_with_gradients(y, expected, inputs)
 

@@ -60,10 +60,10 @@ def test_dropout_is_active_only_in_training(variant):
 def test_attention_flops_count_only_visible_scores(variant):
     for layer in layers_of(variant):
         window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
-        visible = ForwardContext(torch.zeros(1, 13)).visible(window or 99, chunk)
+        mask = ForwardContext(torch.zeros(1, 13)).mask(window or 99, chunk)
         # One product with a key and one product with a value.
         flops = 4 * layer.heads * getattr(layer, "value_dim", layer.head_dim)
-        pairs = visible.mask.sum().item()
+        pairs = mask.dense.sum().item()
         assert layer.attention_flops(13) * 13 == pytest.approx(flops * pairs)
 
 
@@ -77,8 +77,8 @@ def test_incompatible_head_counts_are_refused(dim, heads, kv_heads):
 @pytest.mark.parametrize("qk_norm", ["before_rope", "after_rope"])
 def test_a_layer_with_rope_and_qk_norm_matches_its_formulas(qk_norm):
     """16 heads of width 8 and four key heads. QK-norm after RoPE has no weights."""
-    knobs = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": qk_norm}
-    layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **knobs).double())
+    options = {"kv_heads": 4, "rope_base": 10000.0, "qk_norm": qk_norm}
+    layer = redraw(SoftmaxAttention(spec_of(128, 16, 10), **options).double())
     x = random(2, 10, 128)
     q, k, v = projected(layer, x, 8)
 
@@ -96,8 +96,8 @@ def test_a_layer_with_rope_and_qk_norm_matches_its_formulas(qk_norm):
 
 
 def test_absorbing_projections_halves_the_flops_of_a_decode_step():
-    knobs = {"rank": 64, "head_dim": 32, "rope_dim": 16, "rope_base": 10000.0}
-    layer = redraw(LatentAttention(spec_of(256, 8, 4096), **knobs))
+    options = {"rank": 64, "head_dim": 32, "rope_dim": 16, "rope_base": 10000.0}
+    layer = redraw(LatentAttention(spec_of(256, 8, 4096), **options))
     cache = layer.new_cache(1, 2049, torch.float32, "cpu")
     x = random(1, 1, 256).float()
     results = []
@@ -117,11 +117,11 @@ def test_shared_keys_and_values_come_from_the_previous_layer():
     x = random(2, 9, 64)
     later = x.flip(1)
     ctx = ForwardContext(x[..., 0])
-    _, carry = first(x, ctx, None, {})
-    y, _ = second(later, ctx, None, carry)
+    _, shared = first(x, ctx, None, {})
+    y, _ = second(later, ctx, None, shared)
 
     _, k, v = first.project_qkv(x, ctx)
-    expected = second.attend(second.project_q(later, ctx), k, v, ctx.visible(None, None))
+    expected = second.attend(second.project_q(later, ctx), k, v, ctx.mask(None, None))
     close(y, second.o_proj(expected.flatten(-2)))
     with pytest.raises(ValueError, match="layer 1 reuses"):
         second(later, ctx, None, {})
@@ -141,9 +141,9 @@ def test_layers_that_share_keys_or_values_must_have_equal_options(variant, chang
     _, second = layers_of(variant, f"attention.{change}")
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
-    _, carry = first(x, ctx, None, {})
+    _, shared = first(x, ctx, None, {})
     with pytest.raises(ValueError, match="layers that share keys"):
-        second(x, ctx, None, carry)
+        second(x, ctx, None, shared)
 
 
 @pytest.mark.parametrize("share, providers", [("pairs", [0, 0, 2, 2]), ("half", [0, 1, 2, 2])])
@@ -152,9 +152,9 @@ def test_each_layer_reads_the_keys_of_its_own_group(share, providers):
     assert [layer.first_layer for layer in layers] == providers
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
-    _, carry = layers[0](x, ctx, None, {})
+    _, shared = layers[0](x, ctx, None, {})
     with pytest.raises(ValueError, match="layer 2"):
-        layers[3](x, ctx, None, carry)
+        layers[3](x, ctx, None, shared)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -162,9 +162,9 @@ def test_values_are_mixed_with_the_first_layers_values(share):
     first, second = layers_of("value_residual")
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
-    _, carry = first(x, ctx, None, {})
+    _, shared = first(x, ctx, None, {})
     second.share.data.fill_(share)
-    y, _ = second(x, ctx, None, carry)
+    y, _ = second(x, ctx, None, shared)
 
     plain = layers_of("gqa")[1]
     weights = second.state_dict()

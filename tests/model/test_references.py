@@ -38,7 +38,7 @@ def test_exclusive_attention_matches_neomme_and_is_orthogonal_to_each_tokens_val
     x = random(2, 9, 64)
     ctx = ForwardContext(x[..., 0])
     q, k, v = layer.project_qkv(x, ctx)
-    y = layer.attend(q, k, v, ctx.visible(None, None))
+    y = layer.attend(q, k, v, ctx.mask(None, None))
     config = NeoMMEConfig(num_attention_heads=layer.heads, num_key_value_heads=layer.kv_heads)
     theirs = NeoMMEExclusiveSelfAttention(config).double()
     torch.nn.init.constant_(theirs.alpha, 30.0)  # its tanh is 1
@@ -215,7 +215,7 @@ def test_a_decode_step_reads_only_selected_keys(variant):
     num_keys = []
     layer.kernel.register_forward_pre_hook(lambda _, about: num_keys.append(about[1].shape[1]))
     layer(x[:, 32:], ForwardContext(x[:, 32:, 0], torch.full((2,), 32)), cache, {})
-    assert num_keys == [layer.num_chosen]
+    assert num_keys == [layer.keys_per_step]
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])
@@ -232,14 +232,14 @@ def test_the_divergence_loss_trains_only_the_indexer():
     layer = indexed(4)
     x = random(2, 17, 64).requires_grad_()
     index_names = {name for name, _ in layer.named_parameters() if name.startswith("index")}
-    y, carry = layer(x, ForwardContext(x[..., 0]), None, {})
+    y, shared = layer(x, ForwardContext(x[..., 0]), None, {})
     y.sum().backward(retain_graph=True)
     learned = {name for name, p in layer.named_parameters() if p.grad is not None}
     assert not learned & index_names and x.grad is not None
 
     layer.zero_grad()
     x.grad = None
-    carry["losses"]["indexer_kl"].objective.sum().backward()
+    shared["losses"]["indexer_kl"].objective.sum().backward()
     learned = {name for name, p in layer.named_parameters() if p.grad is not None}
     assert learned == index_names and x.grad is None
 
@@ -251,10 +251,10 @@ def test_mean_weights_match_the_kernel_weights():
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
     q, k, _ = layer.project_qkv(x, ctx)
-    visible = ctx.visible(None, None)
-    chosen = layer.choose(random(2, 17, 17), visible)
+    mask = ctx.mask(None, None)
+    chosen = layer.choose(random(2, 17, 17), mask)
     identity = torch.eye(17).double()[:, None].expand(2, -1, layer.kv_heads, -1)
-    weights = layer.attend_chosen(q, k, identity, chosen, visible, None).mean(dim=2)
+    weights = layer.attend_chosen(q, k, identity, chosen, mask, None).mean(dim=2)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     close(layer.mean_weights(q, k, chosen), weights, rtol=0, atol=1e-6)
 
@@ -264,7 +264,7 @@ def test_the_auxiliary_loss_is_the_divergence_between_attention_weights_and_inde
     x = random(2, 17, 64)
     ctx = ForwardContext(x[..., 0])
     q, k, _ = layer.project_qkv(x, ctx)
-    _, carry = layer(x, ctx, None, {})
+    _, shared = layer(x, ctx, None, {})
     index_k = layer.index_k_norm(layer.index_k_proj(x))[:, :, None]
     index_k = layer.rope(index_k, ctx, layer.index_dim)
     index = layer.index_scores(x, index_k.squeeze(2), ctx)
@@ -279,4 +279,4 @@ def test_the_auxiliary_loss_is_the_divergence_between_attention_weights_and_inde
                 ]
             ).mean(dim=0)
             expected = F.kl_div(visible[chosen].log_softmax(dim=0), weights, reduction="sum")
-            close(carry["losses"]["indexer_kl"].value[row, t], expected, rtol=0, atol=1e-6)
+            close(shared["losses"]["indexer_kl"].value[row, t], expected, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A yaml lists every knob of its class. Code has no defaults, so saved configs are complete."""
+"""A yaml lists every option of its class. Code has no defaults, so saved configs are complete."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from run import checkpoint, folder
 from run.compose import compose
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from run.instantiate import instantiate, parameters_of, resolve_target
 from run.settings import COPIES, Settings, flatten
 from tests.conftest import CONFIGS, VARIANTS, settings_of
@@ -135,6 +135,6 @@ def test_run_folders_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
     for _ in range(3):
-        with folder.open_run_dir(settings_of("name=a"), DistEnv(0, 1, torch.device("cpu"))) as run:
+        with folder.open_run_dir(settings_of("name=a"), Ranks(0, 1, torch.device("cpu"))) as run:
             names.append(str(run))
     assert names == ["runs/a", "runs/a-2", "runs/a-3"]

@@ -83,7 +83,7 @@ def test_an_invalid_override_is_refused_by_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(SystemExit) as end, errors.report_errors(), errors.user_input():
+    with pytest.raises(SystemExit) as end, errors.report_errors(), errors.exit_on_invalid_input():
         read_settings(["name=test", *overrides.split()])
     (line,) = capfd.readouterr().err.splitlines()
     assert end.value.code == int(code) and line.startswith("error: ") and named in line
@@ -91,7 +91,7 @@ def test_an_invalid_override_is_refused_by_name(
 
 
 def test_all_out_of_range_values_are_reported_at_once(capfd):
-    with pytest.raises(SystemExit), errors.user_input():
+    with pytest.raises(SystemExit), errors.exit_on_invalid_input():
         compose(["name=test", "steps=0", "seed=-1", "log_every=0.5"])
     assert len(capfd.readouterr().err.splitlines()) == 3
 
@@ -227,5 +227,5 @@ def test_a_bug_in_a_layer_is_not_reported_as_invalid_input(monkeypatch):
         raise RuntimeError("shapes cannot be multiplied")
 
     monkeypatch.setattr("model.attention.softmax.SoftmaxAttention.project_qkv", fail)
-    with pytest.raises(RuntimeError, match="multiplied"), errors.user_input():
+    with pytest.raises(RuntimeError, match="multiplied"), errors.exit_on_invalid_input():
         read_settings(["name=test"])

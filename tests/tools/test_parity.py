@@ -8,7 +8,7 @@ from model.context import ForwardContext
 from run.instantiate import instantiate
 from tests.conftest import YARN, close, redraw, tree_of
 from tools import attention_map
-from tools.formats.decoder import attention_knobs
+from tools.formats.decoder import attention_options
 from tools.formats.hf_config import IMPORTED, from_hf_config, to_hf_config
 from tools.formats.weights import hf_weights
 
@@ -177,11 +177,11 @@ def test_entries_that_a_class_fills_in_are_read():
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
     config = sizes | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
     config |= {"no_rope_layer_interval": 2, "num_key_value_heads": 2, "pad_token_id": 0}
-    layers = attention_knobs(read_back(config))
+    layers = attention_options(read_back(config))
     assert [layer["rope_base"] for layer in layers] == [2000000.0, None] * 2
     config = sizes | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    layers = attention_knobs(read_back(config | {"num_key_value_heads": 2}))
+    layers = attention_options(read_back(config | {"num_key_value_heads": 2}))
     assert [layer["window"] for layer in layers] == [None, 5, 5, 5]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from tests.conftest import settings_of
 from train import take_step
 from training.memory import choose_micro_batch
@@ -39,7 +39,7 @@ class FakeGPU:
         self.peak = 8 * WEIGHTS + rows.stop * self.sequence_bytes
 
 
-def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
+def chosen(gpu: FakeGPU | None, ranks: Ranks, *words: str) -> int:
     settings = settings_of("context=256", *words)
     model = torch.nn.Linear(1000, 1000, bias=False)
     accumulate = None if gpu is None else gpu.accumulate
@@ -48,7 +48,7 @@ def chosen(gpu: FakeGPU | None, ranks: DistEnv, *words: str) -> int:
 
 
 def test_the_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
-    cuda = DistEnv(0, 1, torch.device("cuda"))
+    cuda = Ranks(0, 1, torch.device("cuda"))
     for batch in (512, 480, 509):  # many divisors, few divisors, a prime number
         sizes = []
         for free_bytes in (2 * GB, 8 * GB, 40 * GB, 1000 * GB):
@@ -65,7 +65,7 @@ def test_the_micro_batch_fills_the_memory_and_divides_the_batch(monkeypatch):
 
 def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
     gpu = FakeGPU(monkeypatch, 8 * GB, sequence_bytes=5 * GB)
-    assert chosen(gpu, DistEnv(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
+    assert chosen(gpu, Ranks(0, 1, torch.device("cuda")), "batch_tokens=1024") == 1
     assert gpu.measured == [1, 1]
 
 
@@ -74,9 +74,9 @@ def test_the_micro_batch_is_one_sequence_if_two_do_not_fit(monkeypatch):
 def test_ranks_use_the_sizes_of_the_rank_with_the_least_memory(monkeypatch, other, measured):
     """Ranks of a sharded forward wait for each other, so all must measure the same sizes."""
     others = iter(other)
-    monkeypatch.setattr(DistEnv, "all_reduce_min", lambda self, number: min(number, next(others)))
+    monkeypatch.setattr(Ranks, "all_reduce_min", lambda self, number: min(number, next(others)))
     gpu = FakeGPU(monkeypatch, 80 * GB, sequence_bytes=GB)
-    assert chosen(gpu, DistEnv(0, 2, torch.device("cuda")), "batch_tokens=6144") == other[1]
+    assert chosen(gpu, Ranks(0, 2, torch.device("cuda")), "batch_tokens=6144") == other[1]
     assert gpu.measured == measured
 
 
@@ -85,7 +85,7 @@ def test_ranks_use_the_sizes_of_the_rank_with_the_least_memory(monkeypatch, othe
 )
 def test_the_micro_batch_on_a_cpu_divides_the_batch(micro, batch, expected):
     words = (f"micro_batch={micro}", f"batch_tokens={batch * 256}")
-    cpu = DistEnv(0, 1, torch.device("cpu"))
+    cpu = Ranks(0, 1, torch.device("cpu"))
     settings_of(*words, "context=256").check_combinations(1)
     assert chosen(None, cpu, *words) == expected
 

@@ -14,7 +14,7 @@ import yaml
 from data.tokenizer import Tokenizer
 from inference.text import generate_text
 from run.checkpoint import load_model
-from run.distributed import DistEnv
+from run.distributed import Ranks
 from tests.conftest import LONG, ROOT, SHORT, TINY
 from tests.run.forks import ranks
 from tools.compare.runs import Run
@@ -220,7 +220,7 @@ def test_processes_draw_different_dropout(run_of, monkeypatch):
     seeds = []
     for rank in (0, 1):
         run = run_of("attention.dropout=0.5", "optimizer=adamw")
-        run.trainer.ranks = DistEnv(rank, 2, torch.device("cpu"))
+        run.trainer.ranks = Ranks(rank, 2, torch.device("cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(torch, "manual_seed", seeds.append)
             run.trainer.compute_gradients(0, 4)

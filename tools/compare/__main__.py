@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
         runs, problems = read_runs(folders)
         folder = args.dir or report_folder(folders)
     else:
-        with errors.user_input():
+        with errors.exit_on_invalid_input():
             variants = plan_variants(args.overrides, args.match, args.dir, args.tune)
         folder = variants[0].folder
         announce(variants, args.tune)
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
             problems[run.folder.name] = "diverged"
     if not args.quick:
         measure_checkpoints(runs)
-    with errors.user_input():
+    with errors.exit_on_invalid_input():
         print(write_report(folder, runs, problems, args.margin))
 
 

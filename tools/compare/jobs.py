@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from run import ROOT, checkpoint, errors
 from run.errors import IntegrityError
-from run.progress import say
-from run.settings import as_typed
+from run.progress import print0
+from run.settings import as_yaml
 from run.signals import Signals
 from run.threads import cores, cpu_quota
 from tools.compare.runs import Run, command, commit, differences, read_records
@@ -52,7 +52,7 @@ class Job:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def set(self, key: str, value: object) -> None:
-        self.overrides.append(f"{key}={as_typed(value)}")
+        self.overrides.append(f"{key}={as_yaml(value)}")
         *parents, last = key.split(".")
         group = self.settings
         for parent in parents:
@@ -61,7 +61,7 @@ class Job:
 
     def end(self, outcome: str) -> None:
         self.outcome = outcome
-        say(f"{self.run_dir.name}: {outcome}")
+        print0(f"{self.run_dir.name}: {outcome}")
 
     def prepare(self) -> None:
         """End the job if it cannot or need not be trained; else make room for its run."""
@@ -84,7 +84,7 @@ class Job:
         elif is_in_use(self.run_dir):
             self.end("still being trained by an earlier command. fix: run this one again later")
         elif different:
-            say(f"{self.run_dir.name}: training again, with different {', '.join(different)}")
+            print0(f"{self.run_dir.name}: training again, with different {', '.join(different)}")
             set_aside(self.run_dir)
 
     def match_baseline(self) -> None:
@@ -206,7 +206,7 @@ def train_all(jobs: list[Job]) -> None:
                     waiting.popleft()
                     job.prepare()
                     if job.outcome is None:
-                        say(f"{job.run_dir.name}: training (run {number} of {len(jobs)})")
+                        print0(f"{job.run_dir.name}: training (run {number} of {len(jobs)})")
                         gpu = free_gpus.pop()
                         running[job.start(gpu)] = (job, gpu)
                 for process in [process for process in running if process.poll() is not None]:

@@ -2,7 +2,7 @@
 
 from run import checkpoint
 from run.errors import IntegrityError, without_fix
-from run.progress import say
+from run.progress import print0
 from tools.compare.runs import RECORDS, Run
 from tools.evaluate import measure_lengths
 from tools.latency import MIN_CONTEXT, latencies
@@ -32,7 +32,7 @@ def measure_checkpoints(runs: list[Run]) -> None:
                 run.lengths = measure_lengths(run.folder)
                 changed[run.folder] = run
             except (ValueError, IntegrityError) as error:
-                say(f"{run.folder.name}: {without_fix(error)}")
+                print0(f"{run.folder.name}: {without_fix(error)}")
     for run in changed.values():
         if (run.folder.parent / RECORDS).exists():
             run.append_to_records()
@@ -43,5 +43,5 @@ def is_intact(run: Run) -> bool:
     try:
         return checkpoint.newest_checkpoint(run.folder) is not None
     except IntegrityError as error:
-        say(f"{run.folder.name}: {without_fix(error)}")
+        print0(f"{run.folder.name}: {without_fix(error)}")
         return False

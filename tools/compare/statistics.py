@@ -108,7 +108,7 @@ def critical_value(sizes: tuple[int, ...], level: float) -> float:
 def solves_more_often(
     solved: int, total: int, baseline_solved: int, baseline_total: int, num_variants: int
 ) -> bool:
-    """Return whether significantly more seeds of a variant than of the baseline solve a task.
+    """Whether significantly more seeds of a variant than of the baseline solve a task.
 
     Uses Fisher's exact test, with Bonferroni's correction for `num_variants` variants.
     """
@@ -127,13 +127,13 @@ def seeds_to_decide(num_variants: int) -> int:
 
 
 def spreads_differ(baseline: list[float], variants: Samples) -> bool:
-    """Return whether the samples have different variances, by Bartlett's test."""
+    """Whether the samples have different variances, by Bartlett's test."""
     samples = [values for values in (baseline, *variants.values()) if has_spread(values)]
     return len(samples) > 1 and bool(stats.bartlett(*samples).pvalue < UNEQUAL)
 
 
 def has_spread(values: list[float]) -> bool:
-    """Return whether a variance can be estimated: the values are finite and not all equal."""
+    """Whether a variance can be estimated: the values are finite and not all equal."""
     return len(set(values)) > 1 and bool(np.isfinite(values).all())
 
 

@@ -1,7 +1,7 @@
 """The decoder classes of `transformers` to which models are exported; some can also be imported.
 
 Each describes the options that its class can express, the entries that only its config.json has,
-and the names and layouts of its weights. A layer is described by a dict of its attention's knobs.
+and the names and layouts of its weights. A layer is described by a dict of its attention's options.
 """
 
 import torch
@@ -41,8 +41,8 @@ class Qwen3(Architecture):
     """Qwen3, 2505.09388: QK-norm, and windows in some layers."""
 
     model_type = "qwen3"
-    fixed_knobs = {"qk_norm": "before_rope"}
-    free_knobs = ("bias", "window")
+    fixed_options = {"qk_norm": "before_rope"}
+    free_options = ("bias", "window")
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         window = common_value(layers, "window")
@@ -57,8 +57,8 @@ class Mistral(Architecture):
     """Mistral 7B, 2310.06825: one window for all layers, or none."""
 
     model_type = "mistral"
-    free_knobs = ("window",)
-    knob_entries = {"sliding_window": "window"}
+    free_options = ("window",)
+    option_entries = {"sliding_window": "window"}
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         found = super().misfits(tree, layers)
@@ -72,16 +72,16 @@ class SmolLM3(Qwen3):
     """SmolLM3: like Qwen3, but without QK-norm, and with some layers without positions."""
 
     model_type = "smollm3"
-    fixed_knobs = {}
-    free_knobs = ("bias", "window", "rope_base")
+    fixed_options = {}
+    free_options = ("bias", "window", "rope_base")
 
 
 class Qwen2(Qwen3):
     """Qwen2, 2407.10671, which has no output bias, so our output bias must be zero."""
 
     model_type = "qwen2"
-    fixed_knobs = {"bias": True}
-    free_knobs = ("window",)
+    fixed_options = {"bias": True}
+    free_options = ("window",)
     zeros = ("o_proj.bias",)
 
 
@@ -92,7 +92,7 @@ class Llama4(Architecture):
     """
 
     model_type = "llama4_text"
-    free_knobs = ("bias", "chunk", "rope_base")
+    free_options = ("bias", "chunk", "rope_base")
     # vLLM reads the second entry, in which 0 means no layer with experts.
     constants = {
         "moe_layers": [],
@@ -102,7 +102,7 @@ class Llama4(Architecture):
     }
     names = LLAMA_NAMES | {"ffn": "feed_forward"}
 
-    def required_knobs(self, layer: dict) -> dict:
+    def required_options(self, layer: dict) -> dict:
         if layer.get("rope_base") is None:
             return PLAIN_SOFTMAX
         return PLAIN_SOFTMAX | {"qk_norm": "after_rope"}
@@ -126,8 +126,8 @@ class GraniteSWA(Architecture):
     """Granite with a sink in each head, and windows in some layers."""
 
     model_type = "granite_swa"
-    fixed_knobs = {"sink": True}
-    free_knobs = ("bias", "window")
+    fixed_options = {"sink": True}
+    free_options = ("bias", "window")
     constants = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
     names = LLAMA_NAMES | {"sink": "sinks"}
 
@@ -144,7 +144,7 @@ class DiffLlama(Architecture):
     """Differential attention, 2410.05258."""
 
     model_type = "diffllama"
-    fixed_knobs = {"_target_": "model.attention.differential.DifferentialAttention"}
+    fixed_options = {"_target_": "model.attention.differential.DifferentialAttention"}
     names = LLAMA_NAMES | {
         "q1": "lambda_q1",
         "k1": "lambda_k1",
@@ -157,7 +157,7 @@ class DeepseekV3(Architecture):
     """DeepSeek-V3 without experts: multi-head latent attention and dense layers, 2412.19437."""
 
     model_type = "deepseek_v3"
-    fixed_knobs = {"_target_": LATENT}
+    fixed_options = {"_target_": LATENT}
     names = LLAMA_NAMES | {
         "q_down_proj": "q_a_proj",
         "q_down_norm": "q_a_layernorm",
@@ -176,7 +176,7 @@ class DeepseekV3(Architecture):
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 1,
     }
-    knob_entries = {
+    option_entries = {
         "kv_lora_rank": "rank",
         "q_lora_rank": "query_rank",
         "qk_nope_head_dim": "head_dim",
@@ -211,9 +211,9 @@ class KimiLinear(DeepseekV3):
     """Kimi Linear without experts, 2510.26692: delta attention, and MLA without positions."""
 
     model_type = "kimi_linear"
-    fixed_options = {"tied": False}
-    fixed_knobs = {"_target_": LATENT, "rope_base": None}
-    recurrent_knobs = {"decay": "channel", "erase": True, "gate": "sigmoid", "low_rank": True}
+    fixed_model_options = {"tied": False}
+    fixed_options = {"_target_": LATENT, "rope_base": None}
+    recurrent_options = {"decay": "channel", "erase": True, "gate": "sigmoid", "low_rank": True}
     recurrent_names = {
         "conv": "conv1d",
         "taps": "weight",
@@ -255,9 +255,9 @@ class Qwen3_5(Architecture):
     """Qwen3.5 without experts: gated softmax attention, and the gated delta rule, 2412.06464."""
 
     model_type = "qwen3_5_text"
-    fixed_knobs = {"qk_norm": "before_rope", "gated": True}
-    free_knobs = ("bias", "rope_fraction")
-    recurrent_knobs = {"decay": "head", "erase": True, "gate": "silu", "low_rank": False}
+    fixed_options = {"qk_norm": "before_rope", "gated": True}
+    free_options = ("bias", "rope_fraction")
+    recurrent_options = {"decay": "head", "erase": True, "gate": "silu", "low_rank": False}
     recurrent_names = {
         "attention": "linear_attn",
         "q_proj": "in_proj_qkv",  # one tensor holds these three

@@ -1,6 +1,6 @@
 """The base class of our descriptions of decoder classes in `transformers`.
 
-A layer is described by a dict of its attention's knobs.
+A layer is described by a dict of its attention's options.
 """
 
 import torch
@@ -12,7 +12,7 @@ LayerConfigs = list[dict]
 TRANSFORMER = "model.transformer.Transformer"
 RECURRENT = "model.attention.recurrent.GatedRecurrence"
 LATENT = "model.attention.mla.LatentAttention"
-# The optional knobs of SoftmaxAttention, all off.
+# SoftmaxAttention without any of its options.
 PLAIN_SOFTMAX = {
     "_target_": "model.attention.softmax.SoftmaxAttention",
     "_partial_": True,
@@ -25,7 +25,8 @@ PLAIN_SOFTMAX = {
     "gated": False,
     "bias": False,
 }
-# Knobs that change no logits, or that have an entry in every class with their mechanism.
+# Options that never prevent an export: they do not change logits, or every class that has their
+# mechanism has an entry for them.
 EXPRESSED = {
     "_target_",
     "_partial_",
@@ -58,8 +59,8 @@ LLAMA_NAMES = {
 HYBRID = "model.attention.hybrid.hybrid"
 
 
-def attention_knobs(tree: dict) -> LayerConfigs:
-    """Return the knobs of the attention of each layer of a model."""
+def attention_options(tree: dict) -> LayerConfigs:
+    """Return the options of the attention of each layer of a model."""
     attention = tree["attention"]
     depth = tree["depth"]
     if attention["_target_"] != HYBRID:
@@ -75,17 +76,17 @@ class Architecture:
 
     model_type: str
     # Options of the model that must have these values.
+    fixed_model_options = {}
+    # Options of the attention that must have these values, and those that may have any value. All
+    # others must have the values in PLAIN_SOFTMAX.
     fixed_options = {}
-    # Knobs that must have these values, and knobs that may have any value. All other knobs must
-    # have the values in PLAIN_SOFTMAX.
-    fixed_knobs = {}
-    free_knobs = ("bias",)
-    # Required knobs of gated recurrences. A class without recurrences requires the `_target_` of
+    free_options = ("bias",)
+    # Required options of gated recurrences. A class without recurrences requires the `_target_` of
     # softmax attention instead, which no recurrence has.
-    recurrent_knobs = {"_target_": PLAIN_SOFTMAX["_target_"]}
-    # Entries of config.json that only this class has, and entries that correspond to our knobs.
+    recurrent_options = {"_target_": PLAIN_SOFTMAX["_target_"]}
+    # Entries of config.json that only this class has, and entries that correspond to our options.
     constants = {}
-    knob_entries = {}
+    option_entries = {}
     names = LLAMA_NAMES
     # Suffixes of our parameters that the class lacks and that must be zero.
     zeros = ()
@@ -93,51 +94,51 @@ class Architecture:
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
         """Return the options of a model that this class cannot express, as KEY=VALUE."""
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
-        needed |= self.fixed_options
+        needed |= self.fixed_model_options
         actual = tree | {"ffn": tree["ffn"]["_target_"], "norm": tree["norm"]["_target_"]}
         found = {f"{key}={actual[key]}" for key in needed if actual[key] != needed[key]}
         for layer in layers:
-            for knob in self.unfit_knobs(layer):
-                found.add(f"attention.{knob}={layer[knob]}")
+            for option in self.unfit_options(layer):
+                found.add(f"attention.{option}={layer[option]}")
         if all(layer["_target_"] == RECURRENT for layer in layers):
             found.add("models without softmax attention")
         return found
 
-    def unfit_knobs(self, layer: dict) -> list[str]:
-        """Return the knobs of a layer whose values this class cannot express."""
-        needed = dict(self.required_knobs(layer))
+    def unfit_options(self, layer: dict) -> list[str]:
+        """Return the options of a layer whose values this class cannot express."""
+        needed = dict(self.required_options(layer))
         # Unless the class has layers without positions, the base of RoPE must be a number.
-        may_lack_rope = "rope_base" in self.free_knobs or "rope_base" in needed
+        may_lack_rope = "rope_base" in self.free_options or "rope_base" in needed
         if not may_lack_rope and "rope_base" in layer and layer["rope_base"] is None:
             needed["rope_base"] = 10000.0
 
         unfit = []
-        for knob, value in layer.items():
-            is_expressed = knob in EXPRESSED and knob not in needed
-            if knob in self.free_knobs or is_expressed:
+        for option, value in layer.items():
+            is_expressed = option in EXPRESSED and option not in needed
+            if option in self.free_options or is_expressed:
                 continue
-            # A knob in no list, such as a new knob, must be off: null, false or 0.
-            wanted = needed.get(knob)
+            # An option in no list, such as a new one, must be off: null, false or 0.
+            wanted = needed.get(option)
             is_off = not value and not wanted
             if value != wanted and not is_off:
-                unfit.append(knob)
+                unfit.append(option)
         return unfit
 
-    def required_knobs(self, layer: dict) -> dict:
-        """Return the required values of a layer's knobs, excluding the free knobs."""
+    def required_options(self, layer: dict) -> dict:
+        """Return the required values of a layer's options, excluding the free options."""
         if layer["_target_"] == RECURRENT:
-            return self.recurrent_knobs
-        return PLAIN_SOFTMAX | self.fixed_knobs
+            return self.recurrent_options
+        return PLAIN_SOFTMAX | self.fixed_options
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
         """Return the entries of config.json that only this class has.
 
-        For a knob that is null in `tree`, `layers` has the value that the attention derived.
+        For an option that is null in `tree`, `layers` has the value that the attention derived.
         Raises ValueError for options that the class cannot express.
         """
         entries = dict(self.constants)
-        for entry, knob in self.knob_entries.items():
-            entries[entry] = common_value(layers, knob)
+        for entry, option in self.option_entries.items():
+            entries[entry] = common_value(layers, option)
         return entries
 
     def attention_names(self, attention: nn.Module) -> dict:
@@ -151,19 +152,19 @@ class Architecture:
         return parts[0]
 
 
-def common_value(layers: LayerConfigs, knob: str, default: object = None) -> object:
-    """Return the value of a knob in all layers that have it. Raises ValueError if they differ."""
-    values = [layer[knob] for layer in layers if knob in layer]
+def common_value(layers: LayerConfigs, option: str, default: object = None) -> object:
+    """Return the value of an option in all layers that have it. Raises ValueError if they differ."""
+    values = [layer[option] for layer in layers if option in layer]
     # Layers without a window, chunk or RoPE may be mixed with layers that have one.
-    if knob in ("window", "chunk", "rope_base"):
+    if option in ("window", "chunk", "rope_base"):
         values = [value for value in values if value is not None]
     if not values:
         return default
     common = values[0]
     if any(value != common for value in values):
         raise ValueError(
-            f"no transformers class supports layers with different {knob} ({values}). fix: train "
-            f"again with the same attention.{knob} in all layers"
+            f"no transformers class supports layers with different {option} ({values}). fix: train "
+            f"again with the same attention.{option} in all layers"
         )
     return common
 

@@ -13,7 +13,7 @@ from tools.formats.decoder import (
     RMS_NORM,
     TRANSFORMER,
     Architecture,
-    attention_knobs,
+    attention_options,
     common_value,
     layer_types,
 )
@@ -74,10 +74,10 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     The config.json is for the class `name`, or else for the first class that can express the model.
     Raises ValueError for a model that no class can express.
     """
-    layers = attention_knobs(tree)
+    layers = attention_options(tree)
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
-    # If a knob is null, the attention derives its value and stores it in an attribute of the same
+    # If an option is null, the attention derives its value and stores it in an attribute of the same
     # name. The attribute for the scaling is an object, so the scaling is written as in the tree.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         scaling = layer.get("rope_scaling")
@@ -87,7 +87,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     rope_layers = [layer for layer in layers if layer.get("rope_base") is not None]
     scaling = common_value(rope_layers, "rope_scaling")
     rope = rope_to_hf(common_value(layers, "rope_base", 10000.0), scaling)
-    if "rope_fraction" in architecture.free_knobs:
+    if "rope_fraction" in architecture.free_options:
         rope["partial_rotary_factor"] = common_value(layers, "rope_fraction", 1.0)
 
     # Entries of all classes.
@@ -102,7 +102,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
         "attention_bias": common_value(layers, "bias", False),
         "mlp_bias": False,
     }
-    if "rope_base" not in architecture.fixed_knobs:
+    if "rope_base" not in architecture.fixed_options:
         # The first two are for programs that do not know `rope_parameters`.
         config |= {
             "rope_theta": rope["rope_theta"],
@@ -110,7 +110,7 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
             "rope_parameters": rope,
         }
     # Despite the name of this entry, 1 means that the layer has RoPE.
-    if "rope_base" in architecture.free_knobs:
+    if "rope_base" in architecture.free_options:
         config["no_rope_layers"] = [int(layer["rope_base"] is not None) for layer in layers]
     return config | architecture.own_config(tree, layers)
 
@@ -132,7 +132,7 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
     if found:
         fix = "attention=gqa ffn=swiglu norm=rmsnorm model.softcap=null"
         if found == ["attention.qk_norm=before_rope"]:
-            needed = ARCHITECTURES[nearest].required_knobs(layers[0])["qk_norm"]
+            needed = ARCHITECTURES[nearest].required_options(layers[0])["qk_norm"]
             fix = f"attention.qk_norm={needed or 'null'} in each kind of layer"
         raise ValueError(
             f"no transformers class has this architecture ({nearest} is the closest, but does not "
@@ -177,7 +177,7 @@ def from_hf_config(entries: dict, name: str) -> dict:
     if not entries.get("use_sliding_window", True):
         entries.pop("sliding_window", None)
     tree = read_model(entries, architecture)
-    layers = attention_knobs(tree)
+    layers = attention_options(tree)
     different = sorted(architecture.misfits(tree, layers))
 
     # Compare it with our own export.
@@ -210,7 +210,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     """Return the model that the entries of a config.json seem to describe."""
     types = config["layer_types"]
     has_rope = [1] * len(types)
-    if "rope_base" in architecture.free_knobs:
+    if "rope_base" in architecture.free_options:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
         raise ValueError("layer_types or no_rope_layers do not match num_hidden_layers")
@@ -237,17 +237,17 @@ def read_model(config: dict, architecture: Architecture) -> dict:
 
 
 def read_layer(config: dict, architecture: Architecture, layer_type: str, has_rope: int) -> dict:
-    """Return the knobs of a layer's attention."""
-    knobs = PLAIN_SOFTMAX | architecture.fixed_knobs | rope_from_hf(config)
+    """Return the options of a layer's attention."""
+    options = PLAIN_SOFTMAX | architecture.fixed_options | rope_from_hf(config)
     windows = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
-    knobs |= {
+    options |= {
         "kv_heads": config["num_key_value_heads"],
         "head_dim": config.get("head_dim")
         or config["hidden_size"] // config["num_attention_heads"],
-        "bias": config.get("attention_bias", architecture.fixed_knobs.get("bias", False)),
+        "bias": config.get("attention_bias", architecture.fixed_options.get("bias", False)),
         "dropout": 0.0,
         "window": windows[layer_type],  # KeyError for a type that the class lacks
     }
     if not has_rope:
-        knobs |= {"rope_base": None, "rope_scaling": None}
-    return knobs
+        options |= {"rope_base": None, "rope_scaling": None}
+    return options

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Scaling(NamedTuple):
-    """Our class for a scaling, and its knobs by their keys in `transformers`."""
+    """Our class for a scaling, and its options by their keys in `transformers`."""
 
     target: str
-    knobs: dict[str, str]
+    options: dict[str, str]
 
 
 SCALINGS = {  # by rope_type
@@ -40,7 +40,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
         return {"rope_type": "default", "rope_theta": base}
     for rope_type, known in SCALINGS.items():
         if known.target == scaling["_target_"]:
-            parameters = {key: scaling[knob] for key, knob in known.knobs.items()}
+            parameters = {key: scaling[option] for key, option in known.options.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
         f"no transformers class supports this scaling ({scaling}). fix: attention.rope_scaling=null"
@@ -48,7 +48,7 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
 
 
 def rope_from_hf(config: dict) -> dict:
-    """Return our knobs `rope_base` and `rope_scaling` for a config of transformers 5.
+    """Return our options `rope_base` and `rope_scaling` for a config of transformers 5.
 
     Raises ValueError for a scaling that we do not support.
     """
@@ -60,7 +60,7 @@ def rope_from_hf(config: dict) -> dict:
     known = SCALINGS.get(rope_type)
     unknown_keys = parameters.keys() - OTHER_KEYS
     if known is not None:
-        unknown_keys -= known.knobs.keys()
+        unknown_keys -= known.options.keys()
     is_default = rope_type == "default"
     if unknown_keys or (known is None and not is_default):
         raise ValueError(
@@ -73,5 +73,5 @@ def rope_from_hf(config: dict) -> dict:
     # transformers prefers a value outside `rope_parameters`.
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    scaling = {knob: parameters[key] for key, knob in known.knobs.items()}
+    scaling = {option: parameters[key] for key, option in known.options.items()}
     return {"rope_base": base, "rope_scaling": {"_target_": known.target, **scaling}}

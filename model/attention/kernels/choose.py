@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.attention.kernels import blocks, decode, flex, fused
 from model.attention.kernels.definition import Case, ScoreBias, ScoreOptions, TokenBias
-from model.context import Visibility
+from model.context import AttentionMask
 
 KERNELS = (flex, decode, blocks, fused)  # in order of preference
 
@@ -45,7 +45,7 @@ class AttentionKernel(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        visible: Visibility,
+        mask: AttentionMask,
         *,
         sink: Tensor | None = None,
         score_bias: ScoreBias | None = None,
@@ -58,11 +58,11 @@ class AttentionKernel(nn.Module):
         """
         assert q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3], (q.shape, k.shape)
         assert k.shape[:3] == v.shape[:3], (k.shape, v.shape)
-        mask = visible.mask
-        if mask is None:
+        dense = mask.dense
+        if dense is None:
             assert q.shape[1] == k.shape[1], (q.shape, k.shape)
         else:
-            assert mask.shape[2:] == (q.shape[1], k.shape[1]), (mask.shape, q.shape, k.shape)
+            assert dense.shape[2:] == (q.shape[1], k.shape[1]), (dense.shape, q.shape, k.shape)
         if scale is None:
             scale = q.shape[-1] ** -0.5
         # Read `training` only if there is dropout, because reading it makes evaluation recompile.
@@ -73,5 +73,5 @@ class AttentionKernel(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        case = Case(q, k, v, mask, options, visible.rule, torch.compiler.is_compiling())
+        case = Case(q, k, v, dense, options, mask.rule, torch.compiler.is_compiling())
         return choose(case).run(case).transpose(1, 2)

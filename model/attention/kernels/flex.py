@@ -81,7 +81,7 @@ def run(case: Case) -> Tensor:
         if mask is None:
             return j <= i
         tokens = [x.clamp(max=length - 1) if padding > 0 else x for x in (i, j)]
-        is_visible = mask[b, h, *tokens] if rule is None else rule.at(b, *tokens)
+        is_visible = mask[b, h, *tokens] if rule is None else rule.is_visible_at(b, *tokens)
         if padding > 0:  # no token attends to padding, which attends to everything
             is_visible = (is_visible & (j < length)) | (i >= length)
         return is_visible

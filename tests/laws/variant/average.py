@@ -6,7 +6,7 @@ s_t = f_t s_{t-1} + (1 - f_t) v_t   with   f_t = sigmoid(forget(x_t)),   s_0 = i
 import torch
 from torch import Tensor
 
-from model.attention.base import Attention, CrossLayer, LayerSpec
+from model.attention.base import Attention, LayerSpec, Shared
 from model.cache import LayerCache, Shape
 from model.context import ForwardContext
 from model.layers import Linear, fp32
@@ -26,9 +26,8 @@ class RunningAverage(Attention):
         self.register_buffer("initial_state", torch.linspace(-offset, offset, dim))
 
     def forward(
-        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, carry: CrossLayer
-    ) -> tuple[Tensor, CrossLayer]:
-        """x (B, T, D) -> (B, T, D)"""
+        self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
+    ) -> tuple[Tensor, Shared]:
         v = fp32(self.v_proj(x))
         forget = fp32(self.forget_proj(x)).sigmoid()
         initial = self.initial_state.type_as(v)
@@ -43,7 +42,7 @@ class RunningAverage(Attention):
             states.append(state)
         if cache is not None:
             cache.states["average"].copy_(state)
-        return self.o_proj(torch.stack(states, dim=1).type_as(x)), carry
+        return self.o_proj(torch.stack(states, dim=1).type_as(x)), shared
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
         return {"average": (self.dim,)}

@@ -1,4 +1,4 @@
-"""The laws hold for random combinations of knobs, including combinations without a yaml."""
+"""The laws hold for random combinations of options, including combinations without a yaml."""
 
 import random
 
@@ -41,8 +41,8 @@ def softmax(draw: random.Random, heads: int) -> dict:
 
 
 def value_residual(draw: random.Random, heads: int) -> dict:
-    knobs = softmax(draw, heads)
-    return knobs | {"_target_": "model.attention.cross_layer.ValueResidualAttention"}
+    options = softmax(draw, heads)
+    return options | {"_target_": "model.attention.cross_layer.ValueResidualAttention"}
 
 
 def latent(draw: random.Random, heads: int) -> dict:
@@ -80,8 +80,8 @@ def drawn(seed: int) -> dict:
     else:
         kinds = {}
         for kind in "ab":
-            knobs = draw.choice((softmax, softmax, softmax, latent, recurrent))(draw, heads)
-            kinds[kind] = knobs | {"_partial_": True}
+            options = draw.choice((softmax, softmax, softmax, latent, recurrent))(draw, heads)
+            kinds[kind] = options | {"_partial_": True}
         pattern = draw.choice((["a", "b"], ["a", "a"]))
         attention = {
             "_target_": "model.attention.hybrid.hybrid",
@@ -103,7 +103,7 @@ MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 240)]
 
 
 @pytest.mark.parametrize("seed", [*range(20), *MORE])
-def test_random_combinations_of_knobs_satisfy_the_laws(seed):
+def test_random_combinations_of_options_satisfy_the_laws(seed):
     model = redraw(instantiate(drawn(seed))).double().eval()
     chunks = random.Random(seed).choice(((13,), (1,) * 13, (5, 1, 1, 6), (2, 11)))
     laws.test_cached_decoding_matches_the_full_forward(model, chunks)
