@@ -29,7 +29,7 @@ PART_CHARS = 500_000
 Paths = str | list[str] | None  # data.path: a file, a glob, a folder, or a list of them
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """A document, or one of several consecutive parts of a long document."""
 
     text: str
@@ -139,7 +139,7 @@ def read_documents(files: Iterable[Path], field: str, separator: str) -> Iterato
             texts = []
 
 
-def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Part]:
+def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[DocumentPart]:
     """Yield the non-blank documents in files. Long documents are yielded in parts.
 
     Each row of a .jsonl or .parquet file is a document, with its text in `field`. Any other file is
@@ -183,7 +183,7 @@ def open_text(file: Path) -> TextIO:
     return TextIOWrapper(stream, encoding="utf-8-sig")
 
 
-def read_text(file: Path, separator: str) -> Iterator[Part]:
+def read_text(file: Path, separator: str) -> Iterator[DocumentPart]:
     """Yield the documents between separator lines, without the newline before a separator.
 
     Parts are cut at line ends. They have at most PART_CHARS characters, and at least half as many
@@ -202,23 +202,23 @@ def read_text(file: Path, separator: str) -> Iterator[Part]:
             is_separator = is_line_start and line.strip() == separator.strip()
             is_line_start = line.endswith("\n")
             if is_separator:
-                yield Part("".join(lines).removesuffix("\n"), is_first=is_first)
+                yield DocumentPart("".join(lines).removesuffix("\n"), is_first=is_first)
                 lines = []
                 num_chars = 0
                 is_first = True
                 continue
             if num_chars + len(line) > PART_CHARS:
-                yield Part("".join(lines), is_first=is_first, is_last=False)
+                yield DocumentPart("".join(lines), is_first=is_first, is_last=False)
                 lines = []
                 num_chars = 0
                 is_first = False
             lines.append(line)
             num_chars += len(line)
     # The text after the last separator is also a document.
-    yield Part("".join(lines), is_first=is_first)
+    yield DocumentPart("".join(lines), is_first=is_first)
 
 
-def read_rows(file: Path, field: str) -> Iterator[Part]:
+def read_rows(file: Path, field: str) -> Iterator[DocumentPart]:
     """Yield the text in `field` of each row of a .jsonl or .parquet file."""
     rows = read_parquet(file, field) if suffix_of(file) == ".parquet" else read_jsonl(file)
     for row in rows:
@@ -244,15 +244,15 @@ def read_parquet(file: Path, field: str) -> Iterator[dict]:
             yield from batch.to_pylist()
 
 
-def cut(text: str) -> Iterator[Part]:
+def cut(text: str) -> Iterator[DocumentPart]:
     """Cut a document into parts, as read_text() does."""
     start = 0
     while len(text) - start > PART_CHARS:
         most = start + PART_CHARS
         end = text.rfind("\n", start + PART_CHARS // 2, most) + 1 or most
-        yield Part(text[start:end], is_first=start == 0, is_last=False)
+        yield DocumentPart(text[start:end], is_first=start == 0, is_last=False)
         start = end
-    yield Part(text[start:], is_first=start == 0)
+    yield DocumentPart(text[start:], is_first=start == 0)
 
 
 def content_hash(files: list[Path]) -> str:

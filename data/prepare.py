@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock
 
 from data.corpus import Corpus
-from data.files import PART_CHARS, Part
+from data.files import PART_CHARS, DocumentPart
 from data.tokenizer import Tokenizer, tokenizer_file
 from run.checkpoint import acquire, atomic_directory, remove_leftovers, verify
 from run.progress import print0
@@ -56,7 +56,7 @@ class Source:
         # The tokenizer's path does not change the documents.
         return json.dumps(vars(self) | {"tokenizer": None})
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         """Yield the documents, long ones in parts, in a fixed order."""
         return iter(())
 
@@ -208,7 +208,7 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         )
 
 
-def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
+def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[DocumentPart, list[int]]]:
     """Yield each part with its tokens, with BOS and EOS only where a document begins and ends."""
     # Each batch is tokenized on all cores; the whole text is never in memory.
     for batch in batches(source.parts()):
@@ -227,7 +227,7 @@ def change_at_cut(tokenizer: Tokenizer) -> str | None:
     return tokenizer.change("1\n2", first[: len(first) - len(tokenizer.document_ends)] + second[1:])
 
 
-def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def batches(parts: Iterable[DocumentPart]) -> Iterator[list[DocumentPart]]:
     """Group parts into lists that are tokenized together."""
     batch = []
     num_chars = 0

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from data.files import TEXT_SUFFIXES, Part, Paths, content_hash, cut, read_parts, split_files
+from data.files import (
+    TEXT_SUFFIXES,
+    DocumentPart,
+    Paths,
+    content_hash,
+    cut,
+    read_parts,
+    split_files,
+)
 from data.prepare import MAX_VALIDATION_BYTES, Source, text_hash
 from run.progress import print0
 from run.ranges import AtLeastTwo, PositiveInt
@@ -42,7 +50,9 @@ COPIED_LINE = 20  # characters; shorter lines do not count as copied
 HASHED_CHARS = 100_000
 
 
-def given_split(held_out: Iterable[Part], train: Iterable[Part]) -> Iterator[Part]:
+def given_split(
+    held_out: Iterable[DocumentPart], train: Iterable[DocumentPart]
+) -> Iterator[DocumentPart]:
     """Yield held-out parts, then training parts of documents that are not copies of them.
 
     Held-out parts beyond MAX_VALIDATION_BYTES are not used, but their copies are left out too.
@@ -67,7 +77,7 @@ def normalized(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
 
 
-def length_of(part: Part) -> int | None:
+def length_of(part: DocumentPart) -> int | None:
     """Return the length of a document, which tells it from an excerpt; None if it is in parts."""
     return len(normalized(part.text)) if part.is_last else None
 
@@ -106,11 +116,11 @@ class Stdlib(Source):
     def identity(self) -> str:
         return f"{sys.version} {self.root}"
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         for file in self.files:
             # tokenize.open() decodes with the encoding that a source file declares.
             with tokenize.open(self.root / file) as source:
-                yield Part(source.read(), is_held_out(file, 20))
+                yield DocumentPart(source.read(), is_held_out(file, 20))
 
 
 @dataclass(kw_only=True)
@@ -144,13 +154,13 @@ class Packages(Source):
         # pip records the hash of each file that it installs.
         return json.dumps([[str(file), file.hash and file.hash.value] for file in self.files])
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         lines = set()  # hashes of the lines of all files so far
         for file in self.files:
             with tokenize.open(file.locate()) as source:
                 text = source.read()
             if text.strip() and not is_generated(text) and not is_copy(text, lines):
-                yield Part(text, is_held_out(file.as_posix(), 20))
+                yield DocumentPart(text, is_held_out(file.as_posix(), 20))
 
 
 def is_generated(text: str) -> bool:
@@ -198,7 +208,7 @@ class Text(Source):
         files = [content_hash(self.files), content_hash(self.held_out_files)]
         return json.dumps([*files, self.text_field, self.separator, self.holdout])
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         if self.held_out_files:
             yield from given_split(self.read(self.held_out_files), self.read(self.files))
             return
@@ -243,7 +253,7 @@ class Text(Source):
                 is_held_out = next(documents) in held_out
             yield part._replace(is_held_out=is_held_out)
 
-    def without_end(self, num_chars: int) -> Iterator[Part]:
+    def without_end(self, num_chars: int) -> Iterator[DocumentPart]:
         """Split the only document in two: the text after `num_chars` characters is held out."""
         num_left = num_chars  # characters to train on
         for part in self.read(self.files):
@@ -256,7 +266,7 @@ class Text(Source):
                 yield part._replace(text=held_out, is_held_out=True, is_first=begins_here)
             num_left = max(0, num_left - len(part.text))
 
-    def read(self, files: list[Path]) -> Iterator[Part]:
+    def read(self, files: list[Path]) -> Iterator[DocumentPart]:
         return read_parts(files, self.text_field, self.separator)
 
 
@@ -281,7 +291,7 @@ class Hub(Source):
     tokens: PositiveInt | None
     holdout: AtLeastTwo
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         if self.validation is not None:
             held_out = chain.from_iterable(map(cut, self.texts(self.validation)))
             train = chain.from_iterable(map(cut, self.texts(self.train)))

@@ -19,14 +19,18 @@ from pydantic import ValidationError
 from run import ROOT
 from run.errors import OverrideError
 from run.paths import run_path
-from run.settings import COPIES, Settings, describe, flatten
+from run.settings import MIRRORED_KEYS, Settings, describe, flatten
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 CONFIGS = ROOT / "configs"
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule", "experiment")
-PARTS = ("attention", "ffn", "norm")  # groups whose presets become part of the model's config
+MODEL_GROUPS = (
+    "attention",
+    "ffn",
+    "norm",
+)  # groups whose presets become part of the model's config
 # Keys with text values that may look like numbers or contain commas, such as file names.
 DATA_PATHS = ("data.path", "data.validation")
 TEXT_KEYS = ("name", "run_dir", "init_from", *DATA_PATHS, "data.tokenizer")
@@ -74,7 +78,7 @@ def compose(overrides: list[str]) -> Settings:
             keys = compose_tree(words)
         except (HydraException, OmegaConfBaseException) as error:
             raise OverrideError(composing_problem(error, words)) from None
-    for part in PARTS:
+    for part in MODEL_GROUPS:
         del keys[part]
     # Learning rates are scaled only for randomly initialized weights.
     names = [word.lstrip("+~") for word in overrides]
@@ -132,7 +136,7 @@ def literal(word: str, text_keys: tuple[str, ...] = TEXT_KEYS) -> str:
 
 def original_of(key: str) -> str | None:
     """Return the key that a key mirrors, or None."""
-    for copy, original in COPIES.items():
+    for copy, original in MIRRORED_KEYS.items():
         if key == copy or key.startswith(f"{copy}."):
             return original + key.removeprefix(copy)
     return None

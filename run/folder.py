@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from run import checkpoint, errors
-from run.compose import PARTS, compose, original_of, size_words
+from run.compose import MODEL_GROUPS, compose, original_of, size_words
 from run.distributed import Ranks
 from run.settings import Settings, as_yaml, flatten
 
@@ -123,7 +123,7 @@ def by_name(tree: dict) -> dict[str, object]:
         original = original_of(key)
         if original is None:
             values[key] = value
-        elif original.partition(".")[0] in PARTS:
+        elif original.partition(".")[0] in MODEL_GROUPS:
             values[original] = value
     return values
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.types import Device
 
 from run import ROOT
-from run.settings import COPIES, describe
+from run.settings import MIRRORED_KEYS, describe
 
 CHECKS = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -109,7 +109,7 @@ def check_arguments(
     # A class's own annotation of an argument replaces its base class's annotation.
     annotations = {parameter.name: parameter.annotation for parameter in reversed(parameters)}
     for name, value in arguments.items():
-        key = COPIES.get(f"{path}.{name}", f"{path}.{name}")
+        key = MIRRORED_KEYS.get(f"{path}.{name}", f"{path}.{name}")
         if name not in annotations:
             raise ValueError(f"unknown key ({key}): {target.__name__} has no such argument")
         if annotations[name] is inspect.Parameter.empty:

@@ -100,8 +100,8 @@ def test_the_line_count_in_the_readme_is_correct():
     files = reachable_files(waiting)
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"run some ([\d,]+) lines", readme)
-    assert int(told.replace(",", "")) == round(lines, -2)
+    (stated,) = re.findall(r"run some ([\d,]+) lines", readme)
+    assert int(stated.replace(",", "")) == round(lines, -2)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -157,6 +157,12 @@ def test_extension_examples_match_the_shipped_code():
         assert words in " ".join((ROOT / path).read_text(encoding="utf-8").split()), path
 
 
+def test_the_page_of_variants_lists_every_preset():
+    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
+    presets = {file.stem for file in (ROOT / "configs" / "attention").glob("*.yaml")}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == presets
+
+
 def test_the_attention_tutorial_runs(capsys):
     page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -86,10 +86,10 @@ def interrupt(process: subprocess.Popen, cache: Path, victim: str, number: int) 
             sizes = [path.stat().st_size for path in cache.rglob(f"*.{victim}*")]
         time.sleep(0.0005)
     os.killpg(process.pid, number)
-    told = process.communicate(timeout=LONG)[1]
+    messages = process.communicate(timeout=LONG)[1]
     with suppress(ProcessLookupError):  # kill compilers that did not receive the signal
         os.killpg(process.pid, signal.SIGKILL)
-    return told
+    return messages
 
 
 @pytest.mark.long
@@ -103,17 +103,17 @@ def test_killed_compilations_and_broken_libraries_do_not_affect_later_compilatio
     assert killed.returncode == -signal.SIGKILL
     # Broken libraries stay, because another process might be using them.
     for number, broken in ((2, b""), (3, b"nonsense"), (4, None)):
-        said, told = start(cache, *command).communicate(timeout=LONG)
-        assert said == "66.0 True\n", told
-        assert ("warning: compilation failed" in told) == (number == 4)
+        printed, messages = start(cache, *command).communicate(timeout=LONG)
+        assert printed == "66.0 True\n", messages
+        assert ("warning: compilation failed" in messages) == (number == 4)
         libraries = [*tmp_path.glob(f"cache-{number}/**/*.main.so")]
         assert libraries and not (tmp_path / f"cache-{number + 1}").exists()
         for library in libraries:
             if broken is not None:
                 library.write_bytes(broken)
     # The folder with the failure is not tried again.
-    said, told = start(cache, *command).communicate(timeout=LONG)
-    assert said == "66.0 True\n" and "warning" not in told
+    printed, messages = start(cache, *command).communicate(timeout=LONG)
+    assert printed == "66.0 True\n" and "warning" not in messages
 
 
 def test_a_command_cleans_up_and_does_not_wait_for_threads(capfd):
@@ -140,12 +140,12 @@ def test_a_signal_during_compilation_ends_the_run_and_does_not_affect_later_runs
     text = ("data=text", f"data.path={story}", "data.vocab_size=400")
     command = (str(ROOT / "train.py"), *TINY, *text, *words)
     training = start(cache, *command)
-    told = interrupt(training, cache, "main.so", number)
-    assert training.returncode == code, told
-    assert "Traceback" not in told and told.count("error: ") == 1
+    messages = interrupt(training, cache, "main.so", number)
+    assert training.returncode == code, messages
+    assert "Traceback" not in messages and messages.count("error: ") == 1
     again = start(cache, *command)
-    told = again.communicate(timeout=LONG)[1]
-    assert again.returncode == 0, told
+    messages = again.communicate(timeout=LONG)[1]
+    assert again.returncode == 0, messages
 
 
 @pytest.fixture

@@ -165,8 +165,8 @@ BEGAN = ("model=tiny", "attention=mqa", "optimizer=adamw", "optimizer.lr=0.01", 
 )
 def test_a_resumed_run_has_its_saved_settings_and_the_allowed_changes(typed, changed):
     saved = settings_of(*BEGAN).model_dump()
-    settings, told = folder.resume_settings(typed.split(), saved, Path("run"))
-    assert sorted(line.partition(" ")[0] for line in told) == changed.split()
+    settings, messages = folder.resume_settings(typed.split(), saved, Path("run"))
+    assert sorted(line.partition(" ")[0] for line in messages) == changed.split()
     assert (settings.run_dir, settings.resume) == ("run", True)
     now = folder.by_name(settings.model_dump() | {"run_dir": None, "resume": False})
     then = folder.by_name(saved)
@@ -206,8 +206,8 @@ def test_a_run_of_another_version_is_refused_by_its_keys():
 def test_the_rates_of_a_run_from_pretrained_weights_stay_unscaled():
     saved = settings_of(*BEGAN, "optimizer.reference=null").model_dump()
     saved |= {"init_from": "runs/first"}
-    settings, told = folder.resume_settings(["optimizer=adamw"], saved, Path("run"))
-    assert settings.optimizer["reference"] is None and "optimizer.lr" in told[0]
+    settings, messages = folder.resume_settings(["optimizer=adamw"], saved, Path("run"))
+    assert settings.optimizer["reference"] is None and "optimizer.lr" in messages[0]
     # The run that it started from may be gone, and its name no longer a path.
     assert folder.resume_settings(["init_from=first"], saved, Path("run"))[1] == []
 
@@ -215,8 +215,8 @@ def test_the_rates_of_a_run_from_pretrained_weights_stay_unscaled():
 def test_a_text_that_was_moved_can_be_given():
     saved = settings_of(*BEGAN, "data=text", "data.path=here.txt").model_dump()
     for typed in (["data=text", "data.path=there.txt"], ["data.path=there.txt"]):
-        settings, told = folder.resume_settings(typed, saved, Path("run"))
-        assert settings.data["path"] == "there.txt" and len(told) == 1
+        settings, messages = folder.resume_settings(typed, saved, Path("run"))
+        assert settings.data["path"] == "there.txt" and len(messages) == 1
 
 
 LOADING = """

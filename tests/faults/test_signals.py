@@ -110,8 +110,8 @@ def test_a_signal_to_one_of_two_ranks_saves_and_ends_both(tmp_path, story, monke
 
         return act
 
-    codes, told = ranks(train, 2, tmp_path, send(signal.SIGTERM, after=3))
-    assert codes == [75, 75] and "resume=true" in told, told
+    codes, messages = ranks(train, 2, tmp_path, send(signal.SIGTERM, after=3))
+    assert codes == [75, 75] and "resume=true" in messages, messages
     newest = checkpoint.newest_checkpoint(Path("run"))
     steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     assert newest.name == f"step-{steps[-1]:08d}"

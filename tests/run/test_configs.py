@@ -14,7 +14,7 @@ from run import checkpoint, folder
 from run.compose import compose
 from run.distributed import Ranks
 from run.instantiate import instantiate, parameters_of, resolve_target
-from run.settings import COPIES, Settings, flatten
+from run.settings import MIRRORED_KEYS, Settings, flatten
 from tests.conftest import CONFIGS, VARIANTS, settings_of
 
 CHOICES = [
@@ -93,7 +93,7 @@ def test_every_key_that_is_a_copy_of_another_key_cannot_be_set():
         tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         for key, value in flatten(tree):
             if re.fullmatch(r"\$\{[\w.]+\}", str(value)):
-                assert COPIES[f"{file.parent.name}.{key}"] == value[2:-1], (file, key)
+                assert MIRRORED_KEYS[f"{file.parent.name}.{key}"] == value[2:-1], (file, key)
 
 
 def test_help_shows_every_key_with_a_comment_and_every_preset(command):

@@ -40,8 +40,8 @@ def run(stdout: IO, stderr: IO, *command: str) -> int:
 def test_a_command_ends_quietly_when_its_reader_has_read_enough(drawn_run, words, first):
     line = f"PYTHONPATH={ROOT} {sys.executable} {ROOT}/{words} | head -1"
     shell = ["bash", "-o", "pipefail", "-c", line]
-    told = subprocess.run(shell, capture_output=True, timeout=LONG)
-    assert told.stdout.startswith(first) and b"rror" not in told.stderr
+    ended = subprocess.run(shell, capture_output=True, timeout=LONG)
+    assert ended.stdout.startswith(first) and b"rror" not in ended.stderr
 
 
 def test_writing_standard_output_to_a_full_disk_is_a_storage_error(drawn_run):

@@ -32,8 +32,8 @@ def test_threads_are_those_of_torch_or_of_the_resumed_run_within_a_quota(
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "get_num_threads", lambda: [own, *chosen][-1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    told = threads.choose_threads(kept)
-    assert chosen == ([] if expected == own else [expected]) and bool(told) == bool(chosen)
+    message = threads.choose_threads(kept)
+    assert chosen == ([] if expected == own else [expected]) and bool(message) == bool(chosen)
     assert threads.choose_threads(kept) == ""  # the number is already set
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads.choose_threads(kept) == "" and len(chosen) <= 1

@@ -42,13 +42,13 @@ def held_out_tokens() -> list[int]:
 
 @stories
 def test_an_imported_model_reproduces_its_reference_loss(command):
-    told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
+    stated = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command("tools/import_hf.py", str(STORIES), "--out", "stories").succeeded()
     # Use only documents that the reference did not truncate, without spaces that it trimmed.
     documents = (
         (DATASETS / "tinystories" / "valid.txt").read_text(encoding="utf-8").split("<|endoftext|>")
     )
-    scores = told["per_doc_tokens_and_nll_sum"]
+    scores = stated["per_doc_tokens_and_nll_sum"]
     whole = []
     for number, (count, _) in enumerate(scores):
         if count < 500 and "  " not in documents[number].strip():

@@ -96,12 +96,12 @@ def test_a_published_model_and_its_settings_survive_training_and_export(command,
 
 @stories
 def test_an_imported_model_generates_its_reference_story(command):
-    told = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
+    stated = json.loads((STORIES / "reference.json").read_text(encoding="utf-8"))
     command(IMPORT, str(STORIES), "--out", "new").succeeded()
     words = ("", "--run", "new", "--temperature", "0", "--max-new-tokens", "199")
     result = command("generate.py", *words).succeeded()
     # The two largest logits differ by at least 0.004; fp32 errors are 0.00002.
-    assert result.out == told["greedy_text"] + "\n"
+    assert result.out == stated["greedy_text"] + "\n"
 
 
 @pytest.fixture(scope="module")

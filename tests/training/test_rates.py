@@ -47,8 +47,8 @@ def test_the_rates_of_a_preset_are_those_of_its_page():
         optimizers, reference_of("muon"), dim=768, depth=12, batch_tokens=settings.batch_tokens
     )
     page = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
-    (told,) = re.findall("^    (peak learning rates: .*)$", page, re.MULTILINE)
-    assert rates.describe(4710) == told
+    (stated,) = re.findall("^    (peak learning rates: .*)$", page, re.MULTILINE)
+    assert rates.describe(4710) == stated
 
 
 @pytest.mark.parametrize("variant", [*EACH_MECHANISM, "gqa model.tied=true"])

@@ -149,8 +149,8 @@ def test_the_run_folder_is_checked_before_the_text_is_prepared(
 def test_two_processes_report_an_error_once(tmp_path, story, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = (*TRAIN[1:], "resume=true", "run_dir=runs/mispelt")
-    codes, told = ranks([sys.executable, ROOT / "train.py", *words], 2, tmp_path)
-    (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    codes, messages = ranks([sys.executable, ROOT / "train.py", *words], 2, tmp_path)
+    (line,) = [line for line in messages.splitlines() if line.startswith("error: ")]
     assert "run_dir=runs/mispelt" in line
     assert codes == [2, 2]
     assert not Path("runs").exists()
@@ -202,8 +202,10 @@ RECALL = ("data=recall", "data.pairs=[2,4]", "data.vocab_size=16")
 def test_training_with_two_processes_matches_one(command, tmp_path, story, data):
     words = (*TINY, "steps=8", *data, "micro_batch=4")
     assert command("train.py", *words, "run_dir=alone").code == 0
-    codes, told = ranks([sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path)
-    assert codes == [0, 0], told
+    codes, messages = ranks(
+        [sys.executable, ROOT / "train.py", *words, "run_dir=both"], 2, tmp_path
+    )
+    assert codes == [0, 0], messages
     # Equal over 5 seeds, in fp32 and, except for the first case with AMX, in bf16.
     assert len(losses("alone")) == 9 and losses("alone") == pytest.approx(losses("both"), abs=1e-3)
     # Evaluations are summed over processes.
@@ -246,8 +248,8 @@ def test_a_sharded_run_matches_one_process_and_resumes_with_any_number_of_proces
     words = (*TINY, *SHORT, *TEXT, *sizes, *more.split())
     command("train.py", *words, "run_dir=alone").succeeded()
     train = [sys.executable, ROOT / "train.py", *words, "run_dir=spread"]
-    codes, told = ranks([*train, "sharded=true"], 2, tmp_path)
-    assert codes == [0, 0], told
+    codes, messages = ranks([*train, "sharded=true"], 2, tmp_path)
+    assert codes == [0, 0], messages
     expected = losses("spread")
     difference = 1e-5 if "fp32" in more else 1e-3
     assert losses("alone") == pytest.approx(expected, abs=difference)
@@ -263,8 +265,8 @@ def test_a_sharded_run_matches_one_process_and_resumes_with_any_number_of_proces
     # Resume from step 2.
     shutil.rmtree(last)
     resume = ("resume=true", f"sharded={str(num_resumed > 1).lower()}")
-    codes, told = ranks([*train, *resume], num_resumed, tmp_path)
-    assert codes == [0] * num_resumed and "resuming step 2" in told, told
+    codes, messages = ranks([*train, *resume], num_resumed, tmp_path)
+    assert codes == [0] * num_resumed and "resuming step 2" in messages, messages
     assert losses("spread") == pytest.approx(expected, abs=tolerance, rel=0)
 
 
@@ -286,8 +288,8 @@ def test_infinite_weights_in_one_process_end_all_processes(tmp_path, story, monk
     monkeypatch.chdir(tmp_path)
     Path("spoiled.py").write_text(SPOILED, encoding="utf-8")
     words = (*TRAIN[1:], "save_every=1", "sharded=true", "micro_batch=4")
-    codes, told = ranks([sys.executable, tmp_path / "spoiled.py", *words], 2, tmp_path)
-    assert codes == [4, 4], told
+    codes, messages = ranks([sys.executable, tmp_path / "spoiled.py", *words], 2, tmp_path)
+    assert codes == [4, 4], messages
     assert not [*tmp_path.glob("runs/*/checkpoints/step-*")]
 
 
