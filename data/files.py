@@ -186,8 +186,8 @@ def open_text(file: Path) -> TextIO:
 def read_text(file: Path, separator: str) -> Iterator[DocumentPart]:
     """Yield the documents between separator lines, without the newline before a separator.
 
-    Parts are cut at line ends. They have at most PART_CHARS characters, and at least half as many
-    except the last.
+    Parts end at line ends, unless a line is longer than half a part. They have at most PART_CHARS
+    characters, and at least half as many except the last.
     """
     lines = []
     num_chars = 0

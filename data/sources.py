@@ -323,7 +323,7 @@ class Hub(Source):
                 text = row.get(self.text_field)
                 if not isinstance(text, str):
                     raise ValueError(
-                        f"no text in the field {self.text_field!r} of {', '.join(row)}"
+                        f"{self.text_field!r} is not a field with text ({', '.join(row)})"
                     )
                 if lines and (self.starts is None or re.match(self.starts, text)):
                     yield "".join(lines)

@@ -2,7 +2,8 @@
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for each distance between an answer and its source. `Task.floor` is the accuracy without any lookup.
+for each distance between an answer and its source. `Task.floor` is the accuracy if each row gets its
+best constant answer.
 """
 
 import math

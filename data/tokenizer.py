@@ -90,7 +90,7 @@ class Tokenizer(ABC):
         """Train a tokenizer on texts, with at most `vocab_size` tokens.
 
         These include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
-        ValueError if the text is too short for such a tokenizer.
+        ValueError if the text is too short, or `vocab_size` too small for the tokens above.
         """
         # Read all texts first: SentencePiece turns an exception in its iterator into a
         # RuntimeError, even one raised by a signal handler.

@@ -26,7 +26,8 @@ def sample(
     temperature = 0 is greedy; top_k = 0, top_p = 1 and min_p = 0 exclude nothing. Filters apply in
     the order top-k, top-p (1904.09751), min-p (2407.01082), each to the tokens kept so far.
     The penalty (Keskar et al., 1909.05858) applies to the tokens in `seen_tokens` (..., V). An
-    imported model may have padding rows: only ids below `vocab_size` are sampled.
+    imported model may have more logits than its tokenizer has ids: only ids below `vocab_size` are
+    sampled.
     """
     assert seeds.shape == draw_indices.shape == logits.shape[:-1]
     logits = logits[..., :vocab_size].float()

@@ -126,7 +126,7 @@ def acquire(lock: FileLock) -> bool:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        warn_once("files cannot be locked here: do not let two processes write to a folder")
+        warn_once("files cannot be locked on this file system: start only one process per folder")
         return False
     return True
 

@@ -76,7 +76,7 @@ def missing_for_compilation(device: torch.device) -> str | None:
 
 
 def cpp_compiler() -> str | None:
-    """Return the path of the C++ compiler, $CXX or the system's default; None if it does not exist."""
+    """Return the path of the C++ compiler, $CXX or the default; None if it does not exist."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     return shutil.which(os.environ.get("CXX", default))
 

@@ -96,9 +96,9 @@ def main(args: argparse.Namespace) -> None:
         architecture, misreadings = export(args)
     if misreadings:
         print0(
-            "warning: some programs misread this model without an error: "
+            "warning: some programs silently misread this model: "
             f"{'; '.join(misreadings)}. fix: use a program that "
-            "docs/formats.md lists as giving the same outputs"
+            "gives the same outputs (docs/formats.md)"
         )
     print(
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "
@@ -110,8 +110,8 @@ def main(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Write a model's files; return the name of its class and the ways programs misread it.
 
-    The files are read with transformers. Raises IntegrityError if the logits differ from ours, and
-    exits with code 2 if the tokenizer does.
+    To verify them, the files are loaded with transformers. Raises IntegrityError if the logits
+    differ from ours, and exits with code 2 if the tokenizer does.
     """
     # Find all errors in the model and the arguments before a file is written.
     with errors.exit_on_invalid_input():
@@ -199,7 +199,7 @@ def generation_config_of(tokenizer: Tokenizer) -> dict:
 
 
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer as `transformers` reads them.
+    """Return the files of a tokenizer, by name, in the format that `transformers` reads.
 
     Raises ValueError for a model without a tokenizer, and for a unigram model.
     """

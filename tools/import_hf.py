@@ -101,7 +101,7 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     difference = logits_differ(ours(tokens), expected)
     if difference is not None:
         raise ValueError(
-            f"our layers do not compute the same as {architecture} of transformers ({folder}: "
+            f"our layers give other logits than {architecture} of transformers ({folder}: "
             f"{difference}). fix: use a different model"
         )
     config = import_transformers().AutoConfig.from_pretrained(folder, **LOCAL)

@@ -185,7 +185,7 @@ class Checkpointer:
         self.log.wandb_id = state.wandb_id
         self.log.open(state.step)
 
-        print0(f"resuming step {progress.step}")
+        print0(f"resuming from step {progress.step}")
         for key, value in fingerprint(trainer, self.micro_batch_size).items():
             if saved.config["machine"].get(key) != value:
                 then = as_yaml(saved.config["machine"].get(key))

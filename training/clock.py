@@ -13,7 +13,7 @@ class Clock:
         self.paused = 0.0
 
     def add_earlier(self, seconds: float) -> None:
-        """Add the time of the earlier processes that this process continues."""
+        """Include the time that earlier processes of the run took."""
         self.started -= seconds
 
     def total(self) -> float:

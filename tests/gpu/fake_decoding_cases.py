@@ -106,7 +106,7 @@ def test_commands_run_on_a_gpu(gpu, command, story):
     (run,) = Path("runs").iterdir()
     again = (*options, "steps=2", f"run_dir={run}", "resume=true")
     result = command("train.py", *again).succeeded()
-    assert "resuming step 1" in result.err
+    assert "resuming from step 1" in result.err
 
     new_tokens = ("--device", "cuda", "--max-new-tokens", "3")
     ways = ((), ("--dtype", "int8", "--cache-dtype", "int8"), ("--no-cache",))

@@ -266,7 +266,7 @@ def test_a_sharded_run_matches_one_process_and_resumes_with_any_number_of_proces
     shutil.rmtree(last)
     resume = ("resume=true", f"sharded={str(num_resumed > 1).lower()}")
     codes, messages = ranks([*train, *resume], num_resumed, tmp_path)
-    assert codes == [0] * num_resumed and "resuming step 2" in messages, messages
+    assert codes == [0] * num_resumed and "resuming from step 2" in messages, messages
     assert losses("spread") == pytest.approx(expected, abs=tolerance, rel=0)
 
 

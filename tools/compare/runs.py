@@ -80,7 +80,7 @@ class Run:
             done = is_last and "val_bpb" in lines[-1]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise IntegrityError(
-                f"cannot read the metrics ({metrics}: {error}). fix: train the run again"
+                f"cannot read the metrics ({metrics}: {error}). fix: repeat the run"
             ) from None
         speed = median_of_log(lines, "tokens_per_second")
         settings = checkpoint.load_config(newest)

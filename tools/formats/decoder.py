@@ -163,7 +163,7 @@ def common_value(layers: LayerConfigs, option: str, default: object = None) -> o
     common = values[0]
     if any(value != common for value in values):
         raise ValueError(
-            f"no transformers class supports layers with different {option} ({values}). fix: train "
+            f"no known transformers class supports layers with different {option} ({values}). fix: train "
             f"again with the same attention.{option} in all layers"
         )
     return common
