@@ -145,7 +145,7 @@ class GatedRecurrence(RecurrentAttention):
         qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)  # (B, T, W)
         past = None if cache is None else cache.states["conv"]
         qkv = F.silu(self.conv(qkv, ctx, past))
-        qkv = fp32(qkv).unflatten(-1, (3, self.heads, -1))
+        qkv = to_product_dtype(qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, E)
 
         # The log decay g, (B, T, H, 1) or (B, T, H, E).
@@ -155,13 +155,13 @@ class GatedRecurrence(RecurrentAttention):
 
         # The fraction of the value that is written, and of the state that is erased.
         if self.write_proj is None:
-            k = dt * k
+            k = (dt * k).type_as(k)
             beta = None
         else:
             q = l2_norm(q)
             k = l2_norm(k)
             beta = fp32(self.write_proj(x)).sigmoid()[..., None]  # (B, T, H, 1)
-            v = beta * v
+            v = (beta * v).type_as(v)
 
         # Run the recurrence, normalize, gate and project back.
         y = self.recur(q * self.head_dim**-0.5, k, v, beta, g, ctx, cache)
@@ -189,8 +189,16 @@ class GatedRecurrence(RecurrentAttention):
 
 def l2_norm(x: Tensor) -> Tensor:
     """Scale x (..., E) to unit length."""
-    square = x.square().sum(dim=-1, keepdim=True)
-    return x * (square + 1e-6).rsqrt()
+    square = fp32(x).square().sum(dim=-1, keepdim=True)
+    return (x * (square + 1e-6).rsqrt()).type_as(x)
+
+
+def to_product_dtype(x: Tensor) -> Tensor:
+    """Cast x to the dtype of a recurrence's products: bf16 if x is in bf16 on a GPU, else fp32."""
+    # A GPU then moves half as many bytes between its kernels. fp16 might overflow.
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return x
+    return fp32(x)
 
 
 def recurrence(
@@ -200,6 +208,9 @@ def recurrence(
 
     q, k (B, T, H, E), v (B, T, H, F), b in `beta` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, E) -> output (B, T, H, F), next state.
+
+    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v; what they
+    multiply is computed in fp32 and then rounded to this dtype.
 
     In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
     so the systems of all chunks are solved together. Only two matrix products per chunk have to
@@ -226,18 +237,18 @@ def recurrence(
         # u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = v_i - b_i S' (exp(G_i) k_i).
         # With (I + A) u_v = v and (I + A) w = b exp(G) k, the solution is u = u_v - w S. `system`
         # is A, strictly lower triangular; the solver adds I.
-        erased = split_chunks(beta, chunk) * k
+        erased = (split_chunks(beta, chunk) * k).type_as(k)
         scores, system = decayed_products((q, erased), k, g_sum)
-        solution = torch.cat((u, decay * erased), dim=-1)
+        solution = torch.cat((u, (decay * erased).type_as(u)), dim=-1)
         if length > 1:  # with one token, A = 0
-            solution = UnitTriangularSolve.apply(system, solution)
+            solution = UnitTriangularSolve.apply(fp32(system), solution)
         u, w = solution.tensor_split([u.shape[-1]], dim=-1)
 
     # o_i = sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j + S' (exp(G_i) q_i)
     # S_next = Diag(exp(G_last)) S + sum_j (exp(G_last - G_j) k_j) u_j'
     g_last = g_sum[..., -1:, :]
-    k = ((g_last - g_sum).exp() * k).mT  # (B, H, N, E, C)
-    q = decay * q
+    k = ((g_last - g_sum).exp() * k).type_as(u).mT  # (B, H, N, E, C)
+    q = (decay * q).type_as(u)
     chunk_decay = g_last.exp().mT  # (B, H, N, 1 or E, 1)
 
     # Compute the states one chunk after another, then the outputs of all chunks at once.
@@ -252,10 +263,10 @@ def recurrence(
         chunks = zip(decays, k.unbind(dim=2), u.unbind(dim=2), w.unbind(dim=2), strict=True)
         for decay_n, k_n, u_n, w_n in chunks:
             states.append(state)
-            corrected.append(u_n - w_n @ state)
+            corrected.append(u_n - w_n @ state.type_as(u))
             state = decay_n * state + k_n @ corrected[-1]
         u = torch.stack(corrected, dim=2)
-    y = scores @ u + q @ torch.stack(states, dim=2)
+    y = scores.type_as(u) @ u + q @ torch.stack(states, dim=2).type_as(u)
     y = y.flatten(2, 3).transpose(1, 2)  # (B, N C, H, F)
     return y[:, :length], state
 
@@ -300,8 +311,9 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         x_second = x.unflatten(-2, pairs)[..., 1, :, :]
         k_first = k.unflatten(-2, pairs)[..., 0, :, :]
         x_second = x_second * (g_second - g_middle).exp().unsqueeze(-4)
-        rows.append(x_second.flatten(-4, -2))  # (..., X C / 2, E)
-        columns.append((k_first * (g_middle - g_first).exp()).flatten(-3, -2))  # (..., C / 2, E)
+        k_first = k_first * (g_middle - g_first).exp()
+        rows.append(x_second.type_as(k).flatten(-4, -2))  # (..., X C / 2, E)
+        columns.append(k_first.type_as(k).flatten(-3, -2))  # (..., C / 2, E)
     below = torch.stack(rows) @ torch.stack(columns).mT
     below = below.unflatten(-2, (len(xs), -1))  # (sizes, ..., X, C / 2, C / 2)
     for size, product in zip(sizes, below.unbind(dim=0), strict=True):
@@ -312,12 +324,12 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
 class UnitTriangularSolve(torch.autograd.Function):
     """Solve (I + A) X = Y for X, where A is the part of `system` below the diagonal.
 
-    system (..., C, C), Y (..., C, F) -> X (..., C, F)
+    system (..., C, C) in fp32, Y (..., C, F) -> X (..., C, F) in the dtype of Y
     """
 
     @staticmethod
     def forward(ctx, system: Tensor, y: Tensor) -> Tensor:
-        inverse = unit_triangular_inverse(system)
+        inverse = unit_triangular_inverse(system).type_as(y)
         x = inverse @ y
         ctx.save_for_backward(inverse, x)
         return x
@@ -326,7 +338,7 @@ class UnitTriangularSolve(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         inverse, x = ctx.saved_tensors
         grad_y = inverse.mT @ grad
-        return -(grad_y @ x.mT).tril(-1), grad_y
+        return -fp32(grad_y @ x.mT).tril(-1), grad_y
 
 
 def unit_triangular_inverse(system: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention.base import LayerSpec, Shared
-from model.attention.recurrent import RecurrentAttention
+from model.attention.recurrent import RecurrentAttention, to_product_dtype
 from model.cache import LayerCache
 from model.context import ForwardContext
 from model.layers import Linear, apply_rope, fp32, project, rms, split_heads
@@ -51,14 +51,14 @@ class Retention(RecurrentAttention):
     ) -> tuple[Tensor, Shared]:
         # Project to (B, T, H, E) or (B, T, H, F), and rotate.
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = [split_heads(fp32(y), self.heads) for y in qkv]
+        q, k, v = [split_heads(to_product_dtype(y), self.heads) for y in qkv]
         cos, sin = ctx.rotary(self.head_dim, self.rope_base)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
         k = k * self.head_dim**-0.5
 
         # Run the recurrence, normalize each head, gate and project back.
-        g = self.log_decay.type_as(q).expand(*q.shape[:3], 1)
+        g = fp32(self.log_decay).expand(*q.shape[:3], 1)
         y = self.recur(q, k, v, None, g, ctx, cache)
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))

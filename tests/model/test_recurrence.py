@@ -74,6 +74,22 @@ def test_chunked_outputs_and_gradients_match_the_recurrence(preset, length, chun
     close(with_gradients(chunked(preset, chunk), inputs), expected)
 
 
+@pytest.mark.parametrize("preset", FLA)
+def test_products_in_bf16_have_only_rounding_errors(preset):
+    """The state and the decays stay in fp32, so errors do not grow with the length."""
+    for length in (64, 512):
+        inputs = inputs_of(length, preset)
+        for x in inputs[:3]:
+            x.data = x.data.bfloat16().double()
+        expected = with_gradients(chunked(preset, 64), inputs)
+        low = [x.detach().bfloat16().requires_grad_() for x in inputs[:3]]
+        wide = [x.detach().float().requires_grad_() for x in inputs[3:]]
+        results = with_gradients(chunked(preset, 64), [*low, *wide])
+        assert results[1].dtype == torch.float32
+        for result, right in zip(results, expected, strict=True):
+            assert (result - right).norm() < 0.005 * right.norm()
+
+
 def naive(operation: str, function: str) -> Callable:
     """A function of fla-core, loaded from its file because the package requires Triton."""
     (folder,) = util.find_spec("fla").submodule_search_locations
