@@ -24,7 +24,8 @@ class Muon(Optimizer):
 
     Jordan, kellerjordan.github.io/posts/muon. A step moves a matrix (R, C) by `lr` in the spectral
     norm, or by `lr` * sqrt(R / C) if it is taller than wide, so that its outputs move by about `lr`
-    times its inputs at every width (Bernstein, 2409.20325). Its option is `momentum`.
+    times its inputs at every width (Bernstein, 2409.20325). The options of a group are `lr`,
+    `weight_decay` and `momentum`.
     """
 
     @torch.no_grad()
@@ -54,12 +55,12 @@ class Muon(Optimizer):
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
-    """Orthogonalize the updates that `step` stored in p.grad; apply them to matrices of one shape."""
+    """Orthogonalize the updates that `step` stored in p.grad; add them to matrices of one shape."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     rows, columns = matrices[0].shape
-    deltas = updates * (-lr * max(1, rows / columns) ** 0.5)
-    torch._foreach_add_(matrices, list(map(shard_like, deltas, matrices)))
+    parts = [shard_like(update, p) for update, p in zip(updates, matrices, strict=True)]
+    torch._foreach_add_(matrices, parts, alpha=-lr * max(1, rows / columns) ** 0.5)
 
 
 def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
