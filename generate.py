@@ -1,7 +1,7 @@
 """Continue text with a trained model:  python generate.py "Once upon a time, there was"
 
 The generated text is printed to standard output; speed and warnings go to standard error. If
-several texts are generated, a line with its number and the beginning of its prompt precedes each.
+several texts are generated, each follows a line with its number and the beginning of its prompt.
 """
 
 import argparse
@@ -76,7 +76,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
-    """Whether to compile the decode step. Raises ValueError for an unusable device."""
+    """Whether to compile the decode step.
+
+    Raises ValueError if the device cannot be used, or with --compile true if it cannot compile.
+    """
     device = hardware.pick_device(args.device)
     num_texts = num_prompts * args.num_samples
     num_steps = args.max_new_tokens * num_texts / min(args.batch_size, num_texts)
@@ -125,8 +128,8 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt",
         nargs="?",
-        help="text to continue; - reads it from stdin, without its last newline; -- goes before a "
-        "text with a dash",
+        help="text to continue; - reads it from stdin, without its last newline; put -- before a "
+        "text that begins with a dash",
     )
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
     add_model_options(parser)
@@ -157,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
         "--top-p",
         type=fraction,
         default=0.95,
-        help="nucleus sampling: the smallest set of tokens with this total probability",
+        help="sample from the smallest set of tokens with this total probability",
     )
     add(
         "--min-p",
@@ -169,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
         "--repetition-penalty",
         type=bounded_number(float, 1e-9),
         default=1.0,
-        help="repetition penalty: above 1, tokens already in the text become less likely; 1: no "
+        help="above 1, tokens that are already in the prompt or the text become less likely; 1: no "
         "penalty",
     )
     add("--num-samples", type=positive, default=1, help="number of samples per prompt")
@@ -191,7 +194,8 @@ def parse_arguments() -> argparse.Namespace:
         "--cache-dtype",
         choices=("auto", "int8"),
         default="auto",
-        help="dtype of the KV cache; auto: the dtype of the weights",
+        help="dtype of the KV cache; auto: the dtype of the weights, or with --dtype int8, of the "
+        "embedding",
     )
     add(
         "--compile",
@@ -210,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Read the prompts. Raises ValueError for an invalid prompt."""
+    """Read the prompts. Raises ValueError for text that is not UTF-8, or a file without prompts."""
     if args.prompt == "-":
         text = sys.stdin.buffer.read().decode("utf-8-sig")
         return [text.replace("\r\n", "\n").removesuffix("\n")]
@@ -218,7 +222,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         # Raises UnicodeDecodeError, a ValueError, for an argument that is not UTF-8.
         return [os.fsencode(args.prompt).decode("utf-8-sig")]
 
-    # A prompt file has one prompt per line; empty lines are skipped.
+    # A prompt file has one prompt per line; blank lines are skipped.
     try:
         lines = args.prompt_file.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -1,1 +1,1 @@
-"""Turn text into batches with a tokenizer, shards and a loader, independently of the model."""
+"""Turn text, token ids or a generated task into batches, independently of the model."""

@@ -13,12 +13,13 @@ from data.tokenizer import Tokenizer
 
 
 class EvaluationBatch(NamedTuple):
-    """A batch of held-out text, with the cell (data/slices.py) of each target."""
+    """A batch of held-out text or of task rows, with the cell (data/slices.py) of each target."""
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, T), or (B, A) for the A answers of a task
     cells: Tensor  # (B, T) or (B, A)
-    positions: Tensor | None = None  # of the targets, unless every token has a target
+    # (B A,), positions in inputs.flatten() where targets are predicted; None: at every token.
+    positions: Tensor | None = None
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return the corpus for windows of `context` tokens (or rows, for a task)."""
+        """Return the corpus for this context, which is the length of a task's rows."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:
@@ -64,7 +65,7 @@ class Corpus:
         return Loader(self.train, context, batch_size, seed)
 
     def validation_tokens(self, context: int) -> int:
-        """Number of tokens in an evaluation on all held-out data."""
+        """Return the number of tokens in an evaluation on all held-out data."""
         return len(self.validation)
 
     def evaluation(
@@ -76,5 +77,5 @@ class Corpus:
             yield EvaluationBatch(inputs, targets, text_cells(inputs, targets))
 
     def validation_bytes(self, num_tokens: int) -> int | None:
-        """Number of UTF-8 bytes in the first `num_tokens` held-out tokens; None if unknown."""
+        """Return the UTF-8 bytes of the first `num_tokens` held-out tokens; None if unknown."""
         return self.tokenizer.nbytes(self.validation[:num_tokens])

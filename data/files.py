@@ -23,7 +23,7 @@ OTHER_SUFFIXES = (
 )
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 ROWS_PER_BATCH = 1024  # rows of a .parquet file decoded at a time
-# A longer document is read, encoded and written in parts.
+# A document with more characters is encoded and written in parts.
 PART_CHARS = 500_000
 
 Paths = str | list[str] | None  # data.path: a file, a glob, a folder, or a list of them
@@ -39,10 +39,11 @@ class DocumentPart(NamedTuple):
 
 
 def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[Path]:
-    """List the files that `path` names, sorted by path, each file once.
+    """Return the files that `path` names, sorted by path, each file once.
 
     Folders are searched for `suffixes`; files named directly or by a glob may have any suffix.
-    Raises ValueError if an entry of `path` names no file, and OSError for an unreadable folder.
+    Raises ValueError if an entry of `path` names no file, or names a pipe, a device or a broken
+    link, and OSError for an unreadable folder.
     """
     found = []
     entries = path if isinstance(path, list) else [path]
@@ -52,7 +53,7 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
             raise ValueError(
                 f"no such files ({entry or 'no path'}{common_suffixes(entry)}). fix: "
                 "data.path=PATH, data.validation=PATH or --text PATH: a file, a folder of "
-                f"{' '.join(suffixes)}, or a glob of any suffix"
+                f"{' '.join(suffixes)} files, or a glob for files of any suffix"
             )
         found += files
 
@@ -72,7 +73,10 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
 def split_files(
     path: Paths, validation: Paths, suffixes: tuple[str, ...]
 ) -> tuple[list[Path], list[Path]]:
-    """List the files to train on and the held-out files; a file named by both is held out."""
+    """Return the training files and the held-out files. A file that both paths name is held out.
+
+    Raises ValueError if no training file is left.
+    """
     if validation is None:
         return find_files(path, suffixes), []
     held_out = find_files(validation, suffixes)
@@ -100,7 +104,10 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, following links. Hidden ones are skipped."""
+    """Yield the files in a folder and its subfolders, following links.
+
+    Hidden files and folders are skipped.
+    """
     # Following a link to a folder that contains this link would never end.
     above = above | {folder.resolve()}
     for path in folder.iterdir():
@@ -113,7 +120,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def suffix_of(file: Path) -> str:
-    """Return a file's suffix before its compression, in lower case: .txt for A.TXT.gz."""
+    """Return a file's suffix in lower case, without a compression's suffix: .txt for A.TXT.gz."""
     name = Path(file.name.lower())
     if name.suffix in COMPRESSIONS:
         name = Path(name.stem)
@@ -121,7 +128,10 @@ def suffix_of(file: Path) -> str:
 
 
 def common_suffixes(entry: str | None) -> str:
-    """Describe the files in a folder by their most frequent suffixes, such as " has 12 .md"."""
+    """Describe a folder's files by their three most frequent suffixes, such as " has 12 .md".
+
+    Returns an empty string if `entry` is not a folder.
+    """
     folder = Path(os.path.expanduser(entry or ""))
     if not entry or not folder.is_dir():
         return ""
@@ -143,8 +153,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Do
     """Yield the non-blank documents in files. Long documents are yielded in parts.
 
     Each row of a .jsonl or .parquet file is a document, with its text in `field`. Any other file is
-    text, split at lines equal to `separator`. Raises ValueError, with the file's name, if a file is
-    not text.
+    text, split at lines equal to `separator`, apart from outer whitespace. Raises ValueError, with
+    the file's name, if a file cannot be read as text.
     """
     import pyarrow
 
@@ -152,8 +162,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Do
         suffix = suffix_of(file)
         if suffix in OTHER_SUFFIXES:
             raise ValueError(
-                f"not a text file ({file}). fix: save it as {' or '.join(TEXT_SUFFIXES)}; for token "
-                "ids, use data=tokens"
+                f"not a text file ({file}). fix: save it as {' or '.join(TEXT_SUFFIXES)}; for "
+                "token ids, use data=tokens"
             )
         num_documents = 0
         try:
@@ -219,7 +229,7 @@ def read_text(file: Path, separator: str) -> Iterator[DocumentPart]:
 
 
 def read_rows(file: Path, field: str) -> Iterator[DocumentPart]:
-    """Yield the text in `field` of each row of a .jsonl or .parquet file."""
+    """Yield the text in `field` of each row of a .jsonl or .parquet file, in parts if long."""
     rows = read_parquet(file, field) if suffix_of(file) == ".parquet" else read_jsonl(file)
     for row in rows:
         text = row.get(field) if isinstance(row, dict) else None
@@ -245,7 +255,7 @@ def read_parquet(file: Path, field: str) -> Iterator[dict]:
 
 
 def cut(text: str) -> Iterator[DocumentPart]:
-    """Cut a document into parts, as read_text() does."""
+    """Cut a document into parts, with the same limits as in read_text()."""
     start = 0
     while len(text) - start > PART_CHARS:
         most = start + PART_CHARS
@@ -256,7 +266,7 @@ def cut(text: str) -> Iterator[DocumentPart]:
 
 
 def content_hash(files: list[Path]) -> str:
-    """Return one SHA-256 over all files' hashes and suffixes; names and times do not matter."""
+    """Return a SHA-256 of the contents and suffixes of files, in order, without names and times."""
     total = sha256()
     for file in files:
         total.update((sha256_of(file) + suffix_of(file)).encode())

@@ -66,7 +66,7 @@ class Loader:
         return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
     def num_targets(self, step: int) -> int:
-        """Number of targets in a batch, over which its loss is averaged."""
+        """Return the number of targets in a batch, over which its loss is averaged."""
         return self.batch_size * self.context
 
     def row_starts(self, numbers: np.ndarray) -> np.ndarray:
@@ -151,7 +151,7 @@ def document_ids(inputs: Tensor, bos: int) -> Tensor:
 
 
 def eval_windows(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[Batch]:
-    """Iterate once over all text, in order, in non-overlapping windows.
+    """Yield all text once, in order, in non-overlapping windows.
 
     All batches have the same shape: the last one is padded, with IGNORE_INDEX as targets.
     """

@@ -30,7 +30,7 @@ VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 CHARS_PER_BATCH = 4 * PART_CHARS  # a batch also ends at this number of characters
 MAX_TOKENIZER_CHARS = 50_000_000  # maximum amount of training text for training a tokenizer
-# Maximum number of held-out UTF-8 bytes. A part has fewer: a character has up to 4 bytes.
+# Maximum number of held-out UTF-8 bytes. A part never has more: a character has up to 4 bytes.
 MAX_VALIDATION_BYTES = 2_000_000
 
 
@@ -38,8 +38,8 @@ MAX_VALIDATION_BYTES = 2_000_000
 class Source:
     """Documents and their tokenizer.
 
-    The tokenizer is read from the file `tokenizer`; without one, a tokenizer of `vocab_size` pieces
-    is trained on the training documents.
+    The tokenizer is read from the file `tokenizer`; without one, a tokenizer with at most
+    `vocab_size` tokens is trained on the training documents.
     """
 
     tokens = None  # number of training tokens to stop after; None to use all
@@ -100,7 +100,10 @@ def prepare(source: Source, cache_dir: Path) -> Corpus:
 
 
 def folder_name(source: Source, identity: str, vocabulary: int | str) -> str:
-    """Name a text's cache folder by a tokenizer's SHA-256 or a new tokenizer's vocabulary size."""
+    """Return the name of a text's cache folder.
+
+    `vocabulary` is a tokenizer's SHA-256, or the vocabulary size of a new tokenizer.
+    """
     key = text_hash(json.dumps([VERSION, identity, vocabulary]))
     return f"{type(source).__name__.lower()}-{key[:16]}"
 
@@ -115,7 +118,7 @@ def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def build_once(source: Source, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Build a corpus. Other processes that need it wait, if the file system supports locks."""
+    """Build a corpus. Other processes that build one wait, if the file system supports locks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     print0("preparing the text (only once)")
     # The operating system releases the lock if the process is killed. It would not release a soft

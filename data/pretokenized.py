@@ -27,7 +27,8 @@ class Pretokenized(Source):
     At most `validation_tokens` tokens are held out, from the beginning of the files of the path
     `validation`. Without it, they are at most the last 5% of the last file. Files without a header
     contain ids of `dtype`; null means the dtype of our own shards, which is uint16 if the
-    vocabulary fits. Raises ValueError for a damaged file or ids of a different dtype or tokenizer.
+    vocabulary fits, and otherwise uint32. Raises ValueError for a damaged file, and for ids of a
+    different dtype or tokenizer.
     """
 
     path: Paths
@@ -85,7 +86,8 @@ class Pretokenized(Source):
 
     def open_bin(self, file: Path) -> np.ndarray:
         """Memory-map a file's tokens, and check its tokenizer, its length and its ids."""
-        # Our own shards are next to their tokenizer, which may be next to a link or to its target.
+        # Our own shards are in the folder of their tokenizer. If `file` is a link, look in its own
+        # folder first, then in the folder of its target.
         own = tokenizer_file(file.parent)
         if not own.exists():
             own = tokenizer_file(file.resolve().parent)
@@ -114,7 +116,7 @@ class Pretokenized(Source):
                 "download it again, or set data.dtype"
             )
 
-        # Ids stored at twice this width would be close to 0 in every other position. Some right ids
+        # Ids stored at twice this width would be close to 0 in every other position. Some valid ids
         # are too, so the check does not apply if data.dtype is given.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
@@ -125,7 +127,8 @@ class Pretokenized(Source):
         if is_halved and self.dtype is None:
             raise ValueError(
                 f"every other {dtype.name} is close to 0, so the ids have a different dtype "
-                f"({file}). fix: data.dtype=uint32, or if the ids are right, data.dtype={dtype.name}"
+                f"({file}). fix: data.dtype=uint32, or, if the ids are right, "
+                f"data.dtype={dtype.name}"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:

@@ -53,7 +53,7 @@ HASHED_CHARS = 100_000
 def given_split(
     held_out: Iterable[DocumentPart], train: Iterable[DocumentPart]
 ) -> Iterator[DocumentPart]:
-    """Yield held-out parts, then training parts of documents that are not copies of them.
+    """Yield held-out parts, then parts of training documents that are not copies of held-out ones.
 
     Held-out parts beyond MAX_VALIDATION_BYTES are not used, but their copies are left out too.
     """
@@ -88,7 +88,7 @@ def document_hash(text: str) -> int:
 
 
 def is_held_out(text: str, holdout: int) -> bool:
-    """Whether a document is held out; the hashes select about one document in `holdout`."""
+    """Whether a document is held out: about one in `holdout`, by the hash of its text or path."""
     return document_hash(text) % holdout == 0
 
 
@@ -96,7 +96,7 @@ def is_held_out(text: str, holdout: int) -> bool:
 class Stdlib(Source):
     """The Python standard library's source files: real text that needs no download.
 
-    Each file is a document; one in 20 is held out.
+    Each file is a document; about one in 20, chosen by the hash of its path, is held out.
     """
 
     def __post_init__(self):
@@ -128,8 +128,8 @@ class Packages(Source):
     """Source files of installed Python packages: a large amount of text that needs no download.
 
     Each file is a document. Tests, generated files and copies are excluded. Files are ordered by
-    the hashes of their paths, and one in 20 is held out. `packages` are names as pip lists them.
-    Raises ValueError if a package is not installed.
+    the hashes of their paths, and about one in 20 is held out. `packages` are names as pip lists
+    them. Raises ValueError if a package is not installed.
     """
 
     packages: list[str]
@@ -217,7 +217,7 @@ class Text(Source):
         hashes = []
         lengths = Counter()  # characters by hash
         num_bytes = 0
-        num_inside = 0  # separators that are not on a line of their own
+        num_inside = 0  # occurrences of the separator inside documents
         for part in self.read(self.files):
             if part.is_first:
                 hashes.append(document_hash(part.text))
@@ -228,8 +228,8 @@ class Text(Source):
             raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
         if self.separator and num_inside > len(hashes):
             print0(
-                f"warning: {self.separator} occurs {num_inside} times inside documents, where it is "
-                "ordinary text. Only a line of a text file that contains nothing else separates "
+                f"warning: {self.separator} occurs {num_inside} times inside documents, where it "
+                "is ordinary text. Only a line of a text file that contains nothing else separates "
                 "documents"
             )
 
@@ -274,7 +274,7 @@ class Text(Source):
 class Hub(Source):
     """A public dataset on the Hugging Face Hub, read with `datasets`.
 
-    With `tokens`, the dataset is streamed instead of downloaded, up to that many tokens.
+    With `tokens`, the dataset is streamed instead of downloaded, up to that many training tokens.
     `validation` names the dataset's validation split; without it, about one document in `holdout`
     is held out, chosen by hash. If rows are lines, the regular expression `starts` matches the
     lines that begin a document. The cache key consists of these settings, so a branch given as

@@ -2,8 +2,8 @@
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for each distance between an answer and its source. `Task.floor` is the accuracy if each row gets its
-best constant answer.
+for ranges of the distance between an answer and its source. `Task.floor` is the accuracy if each
+row gets its best constant answer.
 """
 
 import math
@@ -42,7 +42,7 @@ class TaskBatch(NamedTuple):
 
     inputs: Tensor  # (B, T)
     targets: Tensor  # (B, A), the answers; shorter rows are padded with IGNORE_INDEX
-    positions: Tensor  # (B A,), positions of the answers in inputs.flatten()
+    positions: Tensor  # (B A,), positions of the tokens before the answers in inputs.flatten()
 
 
 @dataclass(kw_only=True)
@@ -86,8 +86,8 @@ class Task(Source):
         targets = np.full(shape, IGNORE_INDEX, np.int64)
         distances = np.ones(shape, np.int64)
         for index, number in enumerate(numbers):
-            # The last number separates held-out rows from training rows. The callers generate
-            # held-out rows with seed 0, so that they are the same in all runs.
+            # The last number of the seed separates held-out rows from training rows. Callers
+            # generate held-out rows with seed 0, so that they are the same in all runs.
             generator = np.random.default_rng((seed, number, int(is_held_out)))
             size = self.size_of(number)
             row = self.row(generator, size)
@@ -208,7 +208,7 @@ class TaskLoader:
         return TaskBatch(batch.inputs, batch.targets, batch.positions)
 
     def num_targets(self, step: int) -> int:
-        """Number of answers in a batch, over which its loss is averaged."""
+        """Return the number of answers in a batch, over which its loss is averaged."""
         return sum(self.task.size_of(number) for number in self.row_numbers(step))
 
     def row_numbers(self, step: int) -> range:

@@ -23,7 +23,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from run.threads import cores
 
 # Texts are cut into pieces of up to 4000 characters, because SentencePiece is slower on longer
-# texts. The trainer gets pieces that end at line ends.
+# texts. The trainer gets pieces that end at line ends, unless a line is longer.
 MAX_PIECE_CHARS = 4000
 TRAINING_PIECES = re.compile(r".{1,4000}\Z|.{0,3999}\n|.{1,4000}", re.DOTALL)
 # A text to encode is cut in front of the last space between words, where our own models merge no
@@ -38,7 +38,7 @@ CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer(ABC):
-    """What all tokenizers share: how documents and prompts are encoded and compared.
+    """Base class of tokenizers, which encodes documents and prompts in the same way for all.
 
     A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
     generation, it is written only once between two documents. `files` maps the names of the files
@@ -150,7 +150,8 @@ class Tokenizer(ABC):
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt as one or more tokens.
 
-        Text that looks like a special token becomes that token, as in transformers.
+        Text that looks like a special token becomes that token, as in transformers, unless
+        tokenizer_config.json sets split_special_tokens.
         """
         tokens = self.encode_with_special_tokens(text)
         # BOS is prepended if the model expects it or the prompt is empty.
@@ -170,7 +171,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Encode without BOS and EOS; the text of a special token becomes that token."""
+        """Encode without BOS and EOS; special tokens in the text are encoded as in a prompt."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
@@ -194,7 +195,7 @@ class Tokenizer(ABC):
         return f"{text[near]!a} decodes to {decoded[near]!a}"
 
     def nbytes(self, tokens: np.ndarray) -> int | None:
-        """Count the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
+        """Return the UTF-8 bytes of the documents in `tokens`; None if their text is unknown."""
         assert tokens.ndim == 1
         # Cut at BOS and EOS, so that each text is decoded separately, as it was encoded.
         starts = np.flatnonzero(np.isin(tokens, (self.bos, *self.eos_ids)))
@@ -239,7 +240,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """A processor for text inside a text, without the space that some models prepend."""
+        """A processor for the rest of a text, without the space that some models prepend."""
         model = ModelProto()
         model.CopyFrom(self.model)
         model.normalizer_spec.add_dummy_prefix = False
@@ -281,7 +282,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def cut(self, text: str) -> list[str]:
         """Cut a long text into pieces that can be encoded one by one."""
-        # A model that trims its input would lose the spaces at the ends of pieces.
+        # A model that trims its input would lose the spaces between pieces.
         if len(text) <= MAX_PIECE_CHARS or self.model.normalizer_spec.remove_extra_whitespaces:
             return [text]
         return PIECES.findall(text)

@@ -18,7 +18,7 @@ from run.progress import print0
 if TYPE_CHECKING:  # importing Dynamo takes a second
     from torch._dynamo.types import GuardFilterEntry
 
-CACHE_MULTIPLE = 256  # tokens; a compiled step is reused if the next cache has the same capacity
+CACHE_MULTIPLE = 256  # tokens; torch's compile cache is reused if the capacity is the same
 READ_SLOTS_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
 # Eager steps that let libraries allocate their workspaces, before a CUDA graph is recorded.
 NUM_WARM_UPS = 3
@@ -300,7 +300,7 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()
             compiled()
         else:
-            # The number of slots is the length of an empty tensor, because only the size of a
+            # The number of slots is passed as the length of a tensor, because only the size of a
             # tensor can be dynamic from the first call on: an int would first be compiled as a
             # constant. If even one token needs all slots of a small cache, the size never changes.
             slots = torch.empty(self.read_view.capacity)

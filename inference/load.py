@@ -19,12 +19,13 @@ def load(
     dtype: str = "auto",
     context: int | None = None,
 ) -> tuple[Transformer, Tokenizer, str]:
-    """Load a run's newest checkpoint, optimized for decoding.
+    """Load a checkpoint, or the newest checkpoint of a run, optimized for decoding.
 
-    Without a path, load the run that saved most recently. `dtype` is auto, fp32, bf16 or int8;
-    `context` overrides the training context. Returns the model, its tokenizer and its name. On a
-    GPU, this disables cuDNN attention in the whole process, in favor of flash attention. Raises
-    ValueError for an unknown dtype, or if there is no model.
+    Without a path, load the run in runs/ that saved most recently. `dtype` is auto, fp32, bf16 or
+    int8; `context` overrides the training context. Returns the model, its tokenizer and its name.
+    On a CUDA GPU, this disables cuDNN attention in the whole process, in favor of flash attention.
+    Raises ValueError for an unknown dtype or device, or if there is no model, and IntegrityError if
+    the checkpoint is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype ({dtype}). fix: choose one of {', '.join(DTYPES)}")

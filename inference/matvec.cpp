@@ -25,7 +25,7 @@ using at::Tensor;
 
 constexpr int AHEAD = 16384;  // distance in bytes between the prefetched weights and the weights in use
 #ifdef __AVX512F__
-constexpr int LANES = 16;  // sums in a vector
+constexpr int LANES = 16;  // number of sums in a vector
 #else
 constexpr int LANES = 8;
 #endif
@@ -166,7 +166,8 @@ INLINE Vector load_lanes(const T* from) {
   return vector;
 }
 
-// Multiply the int8 sums of a tile by the scales of x and w. Lane token * ROWS + row holds the sum of row and token.
+// Correct the int32 sums of a tile for OFFSET, and multiply them by the scales of x and w. Lane token * ROWS + row
+// holds the sum for this row of w and this row of x.
 template <int ROWS, int TOKENS, class Y, int... LANE>
 INLINE Sums apply_scales(Ints products, const Product<int8_t, Y>& p, int64_t row, int64_t token,
                          std::integer_sequence<int, LANE...>) {
@@ -322,15 +323,15 @@ Tensor matvec_int8(const Tensor& x, const Tensor& w, const Tensor& w_scale) {
 // and the results of the chunks are combined (2205.14135). The result does not depend on the number of threads.
 constexpr int64_t CHUNK = 128;
 constexpr int64_t GROUP = 8;  // slots that are read together
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // score
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // score of a slot that is not visible
 
-// A chunk's weights for a query head, which are relative to the highest score.
+// A chunk's highest score for a query head, and the sum of its weights, which are relative to this score.
 struct Part {
   float highest = HIDDEN;  // score
-  float total = 0;         // of the weights
+  float total = 0;         // sum of the weights
 };
 
-// e^x for x <= 0, to within 1e-6; 0 if it would not be a normal number
+// e^x for x <= 0, to within 1e-6; 0 for x < -87, near the smallest normal number
 INLINE Sums exponential(Sums x) {
   // x = n ln 2 + r with an integer n, and |r| < 0.35. After the addition, the last bits of the float are n.
   const Sums shifted = x * 1.44269504f + 12582912.0f;
@@ -358,7 +359,7 @@ void apply_softmax(float* scores, float scale, int64_t count, const Visible& is_
   for (int lane = 0; lane < LANES; lane++) part.total += totals[lane];
 }
 
-// Prefetch one of `heads` parts of the slots that follow the group at `from`, so that memory is read during products.
+// Prefetch one of `heads` parts of the group of slots after the one at `from`, so that memory is read during products.
 template <class T>
 INLINE void prefetch_part(const T* from, int64_t stride, int64_t head, int64_t heads) {
   const int64_t count = GROUP * stride / heads;
@@ -402,7 +403,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& m
   const int64_t chunks = (slots + CHUNK - 1) / CHUNK, sharing = heads / key_heads;
   auto pointer = [](const auto& features) { return reinterpret_cast<const T*>(features.data()); };
 
-  // The sum of the weighted values (F,) and the weights, for each row, chunk and query head.
+  // The sum of the weighted values (F,) and the Part, for each row, chunk and query head.
   std::vector<float> sums(batch * chunks * heads * value_width);
   std::vector<Part> parts(batch * chunks * heads);
   at::parallel_for(0, batch * chunks, 1, [&](int64_t begin, int64_t end) {

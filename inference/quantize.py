@@ -115,7 +115,7 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
     """Replace, in place, a model's linear layers and head with faster layers for inference only.
 
     The layers named in `fused_projections` become one layer. A tied model gets a separate head. On
-    a CPU without the kernel, layers that are not quantized are left unchanged.
+    a CPU without the kernels, a model is left unchanged unless `int8` is true.
     """
     is_cpu = model.embed.weight.device.type == "cpu"
     if is_cpu and not int8 and not hasattr(torch.ops.attend, "matvec"):
@@ -134,8 +134,8 @@ def optimize_for_decoding(model: Transformer, int8: bool) -> None:
 def fuse_projections(parent: nn.Module, decoding: Callable[..., nn.Module]) -> None:
     """Replace a module's `fused_projections` by parts of one layer.
 
-    They stay separate if the module lacks one of them, or if only some of them have a bias or the
-    same number of inputs.
+    They stay separate if the module lacks one of them, if their numbers of inputs differ, or if
+    only some of them have a bias.
     """
     names = getattr(parent, "fused_projections", ())
     linears = [getattr(parent, name, None) for name in names]
@@ -223,6 +223,6 @@ def check_shapes(weight: Tensor, bias: Tensor | None) -> None:
 
 
 def is_few_on_cpu(x: Tensor) -> bool:
-    """Whether x (..., N) is on a CPU and so short that reading the weights dominates the time."""
+    """Whether x (..., N) is on a CPU, not in fp64, and has at most MAX_FEW_TOKENS tokens."""
     is_few = x.numel() <= MAX_FEW_TOKENS * x.shape[-1]
     return is_few and x.device.type == "cpu" and x.dtype != torch.float64

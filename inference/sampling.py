@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5  # below it, sampling is greedy
-ROUNDING = 1e-6  # of a sum of probabilities in fp32
+ROUNDING = 1e-6  # rounding error of a sum of probabilities in fp32
 
 
 def sample(

@@ -69,14 +69,21 @@ def detokenize(
 
 
 def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the stop texts. Raises ValueError for an empty one, and for any if the text is ids."""
+    """Return a tuple of the stop texts.
+
+    Raises ValueError for one that is empty or not valid Unicode, and for any if the run has no
+    tokenizer.
+    """
     if isinstance(stop_texts, str):
         stop_texts = [stop_texts]
     stop_texts = tuple(stop_texts)
     for stop in stop_texts:
-        stop.encode()  # a ValueError if the text is not UTF-8
+        stop.encode()  # raises ValueError for lone surrogates
         if not stop or isinstance(tokenizer, IdTokenizer):
-            raise ValueError(f"a stop text must be part of a text ({stop!r}). fix: leave it out")
+            raise ValueError(
+                f"a stop text must not be empty, and needs a run with a tokenizer ({stop!r}). "
+                "fix: leave it out"
+            )
         # A special token decodes to nothing, but ordinary text may look like one. EOS always stops.
         tokens = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in stop]
         special = {token for token in tokens if tokenizer.decode([token]) == ""}

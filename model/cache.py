@@ -25,8 +25,8 @@ class LayerCache:
         used: one slot, or more in the view that `first_slots` returns.
     scales[name] (B, slots, K, 1): in an int8 cache, the fp16 scale of each feature vector. Features
         with E = 1 have none, because they are in fp32 or wider in every cache.
-    states[name] (B, ...): what does not grow with the row. States are in fp32 or wider, those in
-        `low_precision_states` in the cache's dtype (bf16 for int8). The layer writes to them.
+    states[name] (B, ...): what does not grow with the row. States are in fp32 or wider, except that
+        `low_precision_states` are in the cache's dtype (bf16 for int8). The layer writes to them.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the states and of the first `size` slots, filled or not."""
+        """The size of the states and of the first `size` slots in bytes, filled or not."""
         slots = [x[:, : self.size] for x in (*self.features.values(), *self.scales.values())]
         return sum(x.nbytes for x in (*slots, *self.states.values()))
 
     def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], AttentionMask]:
         """Store the new tokens' features (B, T, ...), passed by name.
 
-        Returns the features (B, S, ...) of all S tokens in reach, stored and new, in the dtypes of
-        the new features, and which of these tokens each new token attends to.
+        Returns the features (B, S, ...) of the stored and the new tokens, in the dtypes of the new
+        features, and which of these tokens each new token attends to.
         """
         assert new.keys() == self.features.keys(), (new.keys(), self.features.keys())
         for name, x in new.items():
@@ -102,9 +102,9 @@ class LayerCache:
         assert num_new <= self.size, f"{num_new} tokens exceed the cache's capacity of {self.size}"
         self._write(ctx, new)
         if num_new == self.size and not ctx.has_padding:
-            # Each position has its own slot, so the row was empty, as when a prompt is prefilled
-            # into a view of exactly its size (`first_slots`), or the size is 1, and a token sees
-            # only itself. Attend directly to the new tokens.
+            # Either the rows were empty, as when a prompt is prefilled into a view of exactly its
+            # size (`first_slots`), or the size is 1 and a token attends only to itself. Attend
+            # directly to the new tokens.
             return new, ctx.mask(self.window, self.chunk)
         return self._read(new), ctx.cache_mask(self.size, self.window, self.chunk)
 
@@ -125,8 +125,8 @@ class LayerCache:
     def first_slots(self, count: int) -> "LayerCache":
         """Return a view that uses only the first `count` slots; it shares the tensors.
 
-        No row may contain more than `count` tokens after the next update. A ring that is at most
-        that full is an ordinary cache.
+        No row may contain more than `count` tokens after the next update. A ring with more slots
+        than that does not wrap around, so its view is an ordinary cache.
         """
         # Do not compare with ==, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
@@ -156,7 +156,7 @@ class LayerCache:
 
     def _write(self, ctx: ForwardContext, new: dict[str, Tensor]) -> None:
         """Store new features in the slots of their positions."""
-        slots = ctx.cache_slots(self.size)  # (B, T), or fewer if not all tokens fit
+        slots = ctx.cache_slots(self.size)  # (B, T), or (B, size) if T > size
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for name, x in new.items():
             x = x[:, -self.size :]

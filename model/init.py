@@ -1,7 +1,7 @@
 """Initial values of all parameters.
 
 Each parameter has its own random generator, so parameters with the same name and shape start with
-the same value in all models.
+the same value in all models that have the same seed.
 """
 
 from collections.abc import Iterator

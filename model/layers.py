@@ -75,9 +75,8 @@ def project(x: Tensor, *linears: nn.Module) -> Iterator[Tensor]:
 
     For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
     parts of one larger layer, because one product takes less time than several small ones.
-    Separate layers compute their outputs only when these are requested, because compiled training
-    on a CPU is faster if each output is processed before the next one is computed
-    (docs/dev/log.md).
+    Separate layers compute an output only when the caller requests it, because compiled training on
+    a CPU is faster if each output is processed before the next one is computed (docs/dev/log.md).
     """
     if not isinstance(linears[0], FusedPart):
         for linear in linears:
@@ -98,13 +97,13 @@ class Embedding(nn.Embedding):
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
-    """x (..., D) / rms(x) over the last axis, without a weight, in fp32."""
+    """x (..., D) / rms(x) without a weight, computed over the last axis in fp32."""
     y = F.rms_norm(fp32(x), x.shape[-1:], eps=eps)
     return y.type_as(x)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x (..., D) / rms(x) * weight over the last axis, in fp32. Zhang, 1910.07467."""
+    """x (..., D) / rms(x) * weight, computed over the last axis in fp32. Zhang, 1910.07467."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -115,7 +114,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean(x)) / std(x) * weight + bias over the last axis, in fp32. Ba, 1607.06450."""
+    """(x - mean(x)) / std(x) * weight + bias, over the last axis in fp32. Ba, 1607.06450."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -138,7 +137,7 @@ Activation = Literal["silu", "gelu", "relu2"]
 
 
 class FeedForward(nn.Module):
-    """activation(up(x)), projected back; (B, T, D) -> (B, T, D). Vaswani, 1706.03762.
+    """down_proj(activation(up_proj(x))) for x (B, T, D). Vaswani, 1706.03762.
 
     `hidden` is the inner width. The last projection of every feed-forward is called `down_proj`
     and starts at zero.
@@ -155,7 +154,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """activation(gate(x)) * up(x), projected back; (B, T, D) -> (B, T, D). Shazeer, 2002.05202.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)) for x (B, T, D). Shazeer, 2002.05202.
 
     With silu, this is SwiGLU; with gelu, it is GEGLU.
     """

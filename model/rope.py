@@ -1,8 +1,8 @@
 """RoPE frequency scalings, which extend the context beyond the length used in training.
 
-Each scaling is called with the frequencies (R/2,) of R = `dim` rotary dimensions and RoPE's base.
+A scaling is called with the frequencies (R/2,) of R = `dim` rotated features, and with RoPE's base.
 It returns new frequencies and a factor for cos and sin. `context` is the original training context,
-in tokens. Scalings are compared by value, so layers with equal scalings share tables.
+in tokens. Scalings are compared by value, so layers with equal scalings share cos and sin.
 """
 
 import math
@@ -16,7 +16,7 @@ from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Base class of the scalings; the context grows by `factor`."""
+    """Base class of the scalings, which make the context `factor` times as long."""
 
     factor: PositiveFloat
 
@@ -38,9 +38,10 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Scaling):
-    """Scale frequencies with fewer than `low` rotations in the context; keep those above `high`.
+    """Divide low frequencies by `factor`, and keep high ones. Llama 3, 2407.21783.
 
-    In between, the scaling fades linearly with the number of rotations. Llama 3, 2407.21783.
+    Frequencies are low with fewer than `low` rotations in the context, and high with more than
+    `high`. In between, the scaling fades linearly with the number of rotations.
     """
 
     low: NonNegativeFloat
@@ -56,9 +57,10 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YaRN(Scaling):
-    """Scale frequencies with fewer than `slow` rotations in the context; keep those above `fast`.
+    """Divide low frequencies by `factor`, and keep high ones. Peng et al., 2309.00071.
 
-    In between, the scaling grows linearly with the dimension. Peng et al., 2309.00071.
+    Frequencies are low with fewer than `slow` rotations in the context, and high with more than
+    `fast`. In between, the scaling grows linearly with the index of the feature pair.
     """
 
     fast: NonNegativeFloat

@@ -38,7 +38,7 @@ class ResidualSum(torch.autograd.Function):
 
 def add_to_residual(x: Tensor, y: Tensor) -> Tensor:
     """x (B, T, D) + y (B, T, D)"""
-    # Compiled code for a GPU then moves less memory; other code has no use for it.
+    # With ResidualSum, compiled code for a GPU moves less memory; other code gains nothing from it.
     is_mixed = (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
     if x.is_cuda and is_mixed and torch.compiler.is_compiling():
         return ResidualSum.apply(x, y)
@@ -188,10 +188,10 @@ class Transformer(nn.Module):
     def training_flops(self, *, whole_attention: bool = False) -> float:
         """Return forward and backward FLOPs per token, averaged over a full context.
 
-        A backward pass costs two forward passes. A matrix in the blocks or the head costs 2 FLOPs
-        per weight; the embedding is a lookup. With `whole_attention`, every token counts as if it
-        were the last in its context, which is how nanoGPT, nanochat and torchtitan count causal
-        attention.
+        A backward pass costs two forward passes. In a forward pass, a matrix in the blocks or the
+        head costs 2 FLOPs per weight; the embedding is a lookup. With `whole_attention`, attention
+        costs as much for every token as for the last token of a context, as nanoGPT, nanochat and
+        torchtitan count it.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)

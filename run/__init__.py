@@ -1,4 +1,4 @@
-"""Support for runs, in four subjects.
+"""Support for runs, in four groups of modules.
 
 settings   compose, settings, ranges, instantiate, cli
 storage    folder, checkpoint, paths

@@ -73,7 +73,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
     try:
         yield staging
 
-        # The files, and the manifest that lists them, must reach the disk first, ...
+        # First, the files and the manifest that lists them must reach the disk.
         hashes = {}
         for path in sorted(staging.iterdir()):
             sync(path)
@@ -83,7 +83,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
         manifest.write_text(content, encoding="utf-8")
         sync(manifest)
 
-        # ... then their names in the directory, and only then does the directory get its name.
+        # Then their names in the directory must reach it. Only then is the directory renamed.
         sync(staging)
         staging.rename(folder)
         sync(folder.parent)
@@ -113,7 +113,7 @@ def sync(path: Path) -> None:
         is_unreadable = error.errno == errno.EACCES and path.is_dir()
         if error.errno not in UNSUPPORTED and not is_unreadable:
             raise
-        warn_once("files cannot be synced to disk here: a power cut may lose the newest checkpoint")
+        warn_once("files cannot be synced to disk: a power cut may lose the newest checkpoint")
 
 
 def acquire(lock: FileLock) -> bool:
@@ -136,9 +136,10 @@ def verify(
 ) -> dict[str, str]:
     """Verify a folder by its manifest, and return the SHA-256 of each file by name.
 
-    Files named `unread`, which the caller does not read, are not read here either. Raises
-    IntegrityError, with this `fix`, if a file or the manifest has changed, and OSError if a network
-    disk has disappeared, which says nothing about the files.
+    The files in `unread`, which the caller does not read, are not read here either. Raises
+    IntegrityError, with this `fix`, if a file, the manifest or, unless `may_be_renamed`, the name
+    of the folder has changed, and OSError if a network disk has disappeared, which says nothing
+    about the files.
     """
     try:
         # A damaged manifest is not valid JSON, lacks a key, or has a wrong name or hash. Earlier
@@ -184,7 +185,7 @@ def save(
     tokenizer: dict[str, bytes],
     state: dict,
 ) -> Path:
-    """Write a checkpoint with the tokenizer's files, and remove all but the newest NUM_KEPT.
+    """Write a checkpoint with the tokenizer's files, and keep only the newest NUM_KEPT checkpoints.
 
     A crash at any time leaves the older checkpoints intact, and every folder named step-* is
     complete. Raises OSError if the disk rejects the write.
@@ -235,7 +236,7 @@ def begin_at(newest: Path) -> None:
 
 
 def prune(checkpoints: Path) -> None:
-    """Keep the last NUM_KEPT checkpoints in a folder."""
+    """Remove all but the last NUM_KEPT checkpoints in a folder."""
     for path in sorted(checkpoints.glob(STEPS))[:-NUM_KEPT]:
         remove(path)
 
@@ -243,7 +244,7 @@ def prune(checkpoints: Path) -> None:
 def newest_checkpoint(run: Path, unread: Collection[str] = ()) -> Path | None:
     """Return a run's newest checkpoint that passes verification, or None if it has no checkpoint.
 
-    Files named `unread` are not verified. Raises IntegrityError if all checkpoints are damaged.
+    The files in `unread` are not verified. Raises IntegrityError if all checkpoints are damaged.
     """
     checkpoints = sorted((run / "checkpoints").glob(STEPS), reverse=True)
     for checkpoint in checkpoints:
@@ -265,7 +266,8 @@ def find_model(path: Path | str | None) -> Path:
 
     If `path` is None, returns the newest checkpoint of the run in runs/ that saved last. The
     training state, which the caller does not read, is not verified. Raises ValueError if no
-    checkpoint exists, and IntegrityError if the checkpoint is damaged.
+    checkpoint exists, and IntegrityError if `path` is a damaged checkpoint, or if all checkpoints
+    of the run are damaged.
     """
     if path is None:
         saved = Path("runs").glob(f"*/checkpoints/{STEPS}")
@@ -297,7 +299,7 @@ def find_model(path: Path | str | None) -> Path:
 def report_unreadable(
     file: Path, exceptions: tuple[type[Exception], ...] = UNREADABLE
 ) -> Iterator[None]:
-    """Raise IntegrityError for content that this program did not write, even if it is sealed.
+    """Raise IntegrityError for content that this program did not write, even if it passes `verify`.
 
     Wrap only the code that reads: if a bug inside raised one of the `exceptions`, it would be
     reported as a damaged file.
@@ -364,7 +366,7 @@ def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
         missing = sorted({*needed} - {*state})
         if missing:
             raise ValueError(
-                f"without {', '.join(missing)}, so another version may have written it"
+                f"it lacks {', '.join(missing)}, so another version may have written it"
             )
         return {key: state[key] for key in needed}
 
@@ -374,10 +376,10 @@ def load_model(
 ) -> nn.Module:
     """Load a checkpoint's model, a Transformer, in evaluation mode.
 
-    `context` replaces the model's context, if given. `dtype` applies to parameters; buffers keep
-    their own dtypes. Raises IntegrityError if no model can be built from the config, or if the
-    names or shapes of the stored weights do not match the model, as when a weight's size depends on
-    the context.
+    `context` replaces the model's context, if given. `dtype` applies as in `instantiate_model`:
+    vectors and buffers may keep wider dtypes. Raises IntegrityError if no model can be built from
+    the config, or if the names or shapes of the stored weights do not match the model, as when a
+    weight's size depends on the context.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:

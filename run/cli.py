@@ -14,7 +14,7 @@ DTYPES = ("auto", "fp32", "bf16", "int8")  # dtypes of the weights that --dtype 
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of a description, and adds the default of each option that has one."""
+    """Keeps the line breaks of a description, and adds defaults, except null, false and 0."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.default:
@@ -23,7 +23,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error as one line, with the option that a mistyped one means."""
+    """A parser that reports an error in one line, with the option nearest to a mistyped one."""
 
     def __init__(self, command: str, description: str):
         super().__init__(

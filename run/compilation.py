@@ -21,7 +21,7 @@ from run.progress import print0
 
 PDL = "triton.enable_pdl"  # an option of torch.compile
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
-BROKEN = "broken"  # a file in a cache folder that is not to be used again
+BROKEN = "broken"  # name of a file; a cache folder that contains it is not used again
 # Compiling slows down shorter runs, because it takes a minute for the default model on two cores.
 LONG_STEPS = 200
 LONG_MINUTES = 3
@@ -29,7 +29,7 @@ LONG_MINUTES = 3
 # torch.compile's cache is in ours unless $TORCHINDUCTOR_CACHE_DIR is set, which importing
 # torch._dynamo also sets. Each combination of torch version, processor and instruction set
 # ($ATEN_CPU_CAPABILITY) has a separate cache, because torch's cache keys do not include them and
-# machine code compiled for a different combination crashes.
+# machine code compiled for a different combination may crash.
 MACHINE = sha256(processor_features().encode()).hexdigest()
 CACHE = os.environ.setdefault(
     CACHE_KEY, str(cache_folder() / f"compiled-{torch.__version__}-{MACHINE}")
@@ -95,7 +95,7 @@ def decode_options(device: torch.device) -> dict[str, bool]:
         "coordinate_descent_tuning": True,
     }
     # On Hopper and newer, a kernel may start before the preceding one has ended, and wait only when
-    # it reads its results (programmatic dependent launch, CUDA C++ Programming Guide).
+    # it reads that one's results (programmatic dependent launch, CUDA C++ Programming Guide).
     has_option = PDL in torch._inductor.list_options()  # torch 2.11 may lack it
     if has_option and torch.cuda.get_device_capability(device)[0] >= 9:
         options[PDL] = True
@@ -127,8 +127,9 @@ def use_cache(excluded: Path | None = None) -> None:
 def is_intact(folder: Path) -> bool:
     """Whether a folder is not marked as BROKEN, and has no library from a linker that was killed.
 
-    The first bytes of a library, which a linker writes last, are then missing. If such a library is
-    one of torch's probes for vector instructions, torch would conclude that there are none.
+    The first bytes of a library, which a linker writes last, are then missing or 0. If such a
+    library is one of torch's probes for vector instructions, torch would conclude that there are
+    none.
     """
     if (folder / BROKEN).exists():
         return False
@@ -183,7 +184,7 @@ def compile_problem(error: RuntimeError) -> str | None:
 
     if not isinstance(error, TorchDynamoException):
         return None
-    # One of the lines has the C++ compiler's error.
+    # One of the lines may have the C++ compiler's error.
     lines = str(error).splitlines()
     reported = lines[0]
     for line in lines:

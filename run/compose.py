@@ -67,7 +67,7 @@ OTHER_NAMES = {
 def compose(overrides: list[str]) -> Settings:
     """Compose the settings of `python train.py OVERRIDES`, also for notebooks and other commands.
 
-    Raises OverrideError for an unknown key or choice and for a value that cannot be parsed, and
+    Raises OverrideError for an unknown key or preset and for a value that cannot be parsed, and
     ValueError, with a line for each problem, for values that are not allowed.
     """
     words = [literal(word) for word in overrides]
@@ -107,9 +107,10 @@ def literal(word: str, text_keys: tuple[str, ...] = TEXT_KEYS) -> str:
     """Return an override as Hydra must read it: text in quotes, and a number such as 1e3 as 1000.
 
     A + before the key is left out, because no key can be added. Raises ValueError for a word that
-    is not KEY=VALUE, and for a key that mirrors another one.
+    is not KEY=VALUE, for a key that mirrors another one, and for a text key with the value none.
+    Raises OverrideError for a key of Hydra.
     """
-    if re.fullmatch(r"~\w+\.[\w.]+", word):  # deletes an option, for a `_target_` of one's own
+    if re.fullmatch(r"~\w+\.[\w.]+", word):  # deletes an option that a new `_target_` lacks
         return word
     key, equals, value = word.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[\w.]+", key):
@@ -163,7 +164,7 @@ def open_configs() -> hydra.initialize_config_dir:
 
 
 def compose_tree(words: list[str]) -> dict:
-    """Return the keys of train.yaml and of the chosen presets, within `open_configs`."""
+    """Return the keys of train.yaml and of the chosen presets. Call it within `open_configs`."""
     cfg = hydra.compose("train", words, return_hydra_config=True)
     # The name is composed of the groups' choices, which are in Hydra's section of the config.
     HydraConfig.instance().set_config(cfg)
@@ -173,19 +174,22 @@ def compose_tree(words: list[str]) -> dict:
 
 
 def parse_overrides(words: list[str]) -> list["Override"]:
-    """Parse overrides, which may be sweeps, into Hydra's objects. Raises as `compose` does."""
+    """Parse overrides, which may be sweeps, into Hydra's objects.
+
+    Raises the same errors as `compose`.
+    """
     with open_configs():
         # A sweep glob(...), which matches the files of configs/, needs the config loader.
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         try:
-            # A comma in data.path belongs to the path, because texts cannot be compared.
+            # A comma in data.path is part of the path: losses on two texts cannot be compared.
             return parser.parse_overrides([literal(word, DATA_PATHS) for word in words])
         except HydraException as error:
             raise OverrideError(composing_problem(error, words)) from None
 
 
 def composing_problem(error: Exception, words: list[str]) -> str:
-    """Return Hydra's reason, with the nearest key as the fix, within `open_configs`."""
+    """Describe Hydra's error, with the nearest key as the fix. Call it within `open_configs`."""
     if isinstance(error, OverrideParseException):
         return f"cannot parse the value ({error.override}); text may need quotes: 'KEY=\"TEXT\"'"
     text = str(error).strip()

@@ -50,10 +50,10 @@ def is_rank0() -> bool:
 def exit_with(code: int, *problems: object) -> NoReturn:
     """Print a line for each problem, "error: what (values). fix: how", and raise SystemExit(code).
 
-    A problem has a fix only if it is certain.
+    A problem has a fix only if the fix is certain.
     """
     assert code != 0
-    clear = "\r\033[K" if sys.stderr.isatty() else ""  # a progress bar
+    clear = "\r\033[K" if sys.stderr.isatty() else ""  # clears a progress bar
     with suppress(OSError):  # the reader of standard error may have exited
         for problem in problems:
             line = " ".join(str(problem).split())
@@ -70,8 +70,8 @@ def without_fix(problem: object) -> str:
 def exit_on_invalid_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as invalid input, with exit code 2.
 
-    An OverrideError has its own exit code. Use this only to check configs and open data, because
-    elsewhere, such an error is a bug.
+    An OverrideError has its own exit code, and an OSError in NO_ROOM is raised again. Use this only
+    to check configs and open data, because elsewhere, such an error is a bug.
     """
     try:
         yield

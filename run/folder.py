@@ -18,8 +18,9 @@ from run.settings import Settings, as_yaml, flatten
 
 RUNS = Path("runs")
 
-# Keys and groups of keys that may change when a run is resumed. A change of any other key is refused,
-# because the run would have another model, other batches or another loss.
+# Keys and groups of keys that may change when a run is resumed, except optimizer._target_. A change
+# of any other key is refused, because the run would have another model, other batches or another
+# loss.
 RESUMABLE = (
     "data.path",
     "data.validation",
@@ -50,15 +51,16 @@ NOT_SETTINGS = ("machine", "text", "row_order")  # other keys of a checkpoint's 
 def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Settings, list[str]]:
     """Return the settings of a resumed run, and a line for each key that `overrides` change.
 
-    They are the settings `saved` in its newest checkpoint. A key in `overrides` may repeat its saved
-    value, so a command can be repeated with resume=true. Raises ValueError for a change of a key that
-    is not RESUMABLE.
+    They are the settings `saved` in its newest checkpoint, with these changes. A key in `overrides`
+    may repeat its saved value, so a command can be repeated with resume=true. Raises ValueError for
+    a change of a key that is not RESUMABLE.
     """
-    # A run that began with `init_from` has the size of that model, and its rates are not scaled.
+    # A run that began with `init_from` has the size of that model, and its learning rates are not
+    # scaled.
     began = []
     if saved.get("init_from") is not None:
         began = [f"init_from={saved['init_from']}", *size_words(saved["model"])]
-    # Only these data presets have a path, which may be typed without them.
+    # Only these data presets have paths. data.path may be typed without data=PRESET.
     presets = {"data.sources.Text": "text", "data.pretokenized.Pretokenized": "tokens"}
     preset = presets.get(saved["data"]["_target_"])
     if preset and not any(word.startswith("data=") for word in overrides):
@@ -150,8 +152,8 @@ def resume_command(run: Path) -> str:
 def given_run_dir(settings: Settings) -> Path | None:
     """Return the folder given by `run_dir`; None if runs/name is to be used.
 
-    Raises ValueError if the folder has other files, has a run although resume=false, or does not
-    exist although resume=true.
+    Raises ValueError if the folder contains files but no run, or a run although resume=false, or if
+    resume=true is given without an existing folder.
     """
     if settings.run_dir is None:
         if settings.resume:
@@ -201,7 +203,7 @@ def open_run_dir(settings: Settings, ranks: Ranks, resumed: Path | None = None) 
 
 @errors.exit_on_invalid_input()
 def create_run_dir(settings: Settings) -> Path:
-    """Create `run_dir`, or else the first folder of runs/name, runs/name-2 and so on that is new."""
+    """Create `run_dir`, or else the first of runs/name, runs/name-2 and so on that is not taken."""
     run = given_run_dir(settings)
     with report_unwritable():
         if run is not None:

@@ -58,7 +58,7 @@ def pick_device(wanted: str) -> torch.device:
             return torch.device(kind)
     raise ValueError(
         f"torch cannot use this device (device={wanted}; python -m torch.utils.collect_env prints "
-        "its versions and the driver). fix: device=auto (--device auto)"
+        "the versions of torch, CUDA and the driver). fix: device=auto (--device auto)"
     )
 
 
@@ -100,7 +100,7 @@ def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of the fastest matrix products: bf16, fp16 on GPUs before Ampere, or fp32."""
+    """Return the dtype of the fastest matrix products: bf16, fp16 (GPUs before Ampere) or fp32."""
     if multiplies_bf16(device):
         return torch.bfloat16
     if device.type == "cuda":
@@ -120,8 +120,9 @@ def multiplies_bf16(device: torch.device) -> bool:
 def prepare_for_training(device: torch.device) -> None:
     """Set how the whole process multiplies fp32 matrices and frees memory.
 
-    On a GPU, fp32 matrix products run in TF32. On a CPU, the allocator keeps freed memory instead
-    of returning it to the system. Commands that do not call this multiply in full fp32.
+    On an NVIDIA GPU from Ampere on, fp32 matrix products run in TF32. On a CPU with glibc, the
+    allocator keeps freed memory instead of returning it to the system. Commands that do not call
+    this multiply in full fp32.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -151,7 +152,7 @@ def use_huge_pages() -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """A context in which matrices are multiplied in `dtype`."""
+    """Return a context in which matrices are multiplied in `dtype`."""
     if dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -203,7 +204,7 @@ def find_peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """This process's peak memory in bytes: allocated by torch on a GPU, else resident."""
+    """Return this process's peak memory in bytes: allocated by torch on CUDA, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux, ru_maxrss includes the memory of the process that started this one, so read the

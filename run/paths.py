@@ -1,4 +1,4 @@
-"""Where runs are, and where commands keep what they can recreate."""
+"""The paths of runs, and the folder of files that commands can recreate."""
 
 import os
 from pathlib import Path

@@ -9,7 +9,7 @@ from run.ranges import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveFlo
 
 CPU_MICRO_BATCH = 8  # maximum number of sequences; larger micro-batches are not faster on a CPU
 
-# Keys that mirror another key. The run sets them, and they cannot be overridden.
+# Keys that mirror another key and cannot be overridden: the other key sets them.
 MIRRORED_KEYS = {
     "model.vocab_size": "data.vocab_size",
     "model.context": "context",

@@ -3,7 +3,7 @@
 Threads that share a matrix product wait at its end for the slowest thread. They spin while they
 wait, because going to sleep takes longer than most waits. On a busy machine this wastes cores,
 because the slowest thread has lost its core, often to a spinning thread. Threads therefore spin
-only briefly. Under a quota, a process uses no more threads than the quota allows cores.
+only briefly. A CPU quota also limits the number of threads.
 """
 
 import os
@@ -58,11 +58,11 @@ def cpu_quota() -> float | None:
 
 
 def choose_threads(kept: int | None = None) -> str:
-    """Set the number of torch's threads. Return a line about it if it is not torch's own number.
+    """Set the number of torch's threads; return a line about it, or "" if torch's own is kept.
 
-    It is torch's own number or, in a resumed run, the number `kept`, which determines how sums are
-    rounded; but at most the cores and the quota of this process. OMP_NUM_THREADS, which torchrun
-    also sets, takes precedence.
+    The number is torch's own or, in a resumed run, `kept`, because it determines how sums are
+    rounded. The cores and the quota of this process limit it. OMP_NUM_THREADS, which torchrun also
+    sets, takes precedence.
     """
     import torch  # after `limit_spin_wait`
 

@@ -3,17 +3,18 @@
     python -m tools.bench train model=15m attention=llama optimizer=adamw
         one optimizer step, with our model and with the Llama model of `transformers`
     python -m tools.bench decode model=15m attention=llama precision=bf16
-        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, in this precision and with int8
-        weights, and `generate` of `transformers` with its default cache and compiled
+        greedy decoding of 1 and 8 rows of 256 and 2,048 tokens, with our model (in this precision
+        and with int8 weights) and with `generate` of `transformers` (with its default cache, and
+        compiled with a static cache)
     python -m tools.bench attention
         attention of a decode step on a CPU, with each kernel; takes a few minutes
 
-It takes the overrides of train.py. For decoding, context and batch_tokens are fixed. The
-competitors take turns, so that a temporary slowdown of the machine affects all of them; each turn
-is a process that compiles and then measures. The first turn of a competitor may compile for
-minutes; compile=false disables this, except for the compiled competitor in decoding. A JSON line
-with the medians over the turns is printed for each competitor, and the last line has the median of
-the speed ratios of all turns.
+`train` and `decode` take the overrides of train.py. For decoding, context and batch_tokens are
+fixed. The competitors take turns, so that a temporary slowdown of the machine affects all of them;
+each turn is a process that compiles and then measures. The first turn of a competitor may compile
+for minutes; compile=false disables this, except for the compiled competitor in decoding. A JSON
+line with the medians over the turns is printed for each competitor. Another line has the median,
+over the turns, of our speed divided by the speed of the fastest competitor.
 """
 
 import argparse
@@ -352,7 +353,7 @@ def llama_config(settings: Settings) -> dict:
 
 
 def bench_settings(overrides: list[str]) -> tuple[Settings, torch.device, torch.dtype]:
-    """Return settings, device and dtype of products. Exits with code 2 for a wrong override."""
+    """Return settings, device and dtype of matrix products. Exits if an override is wrong."""
     with errors.exit_on_invalid_input():
         settings = compose(
             ["name=bench", "max_minutes=null", "steps=1000000", "micro_batch=8", *overrides]

@@ -29,7 +29,7 @@ COLUMNS = (
 FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
 MFLOP/token is for training. KV bytes are for one sequence in bf16; in a decoding step, sparse
-attention reads only the bytes of the selected keys."""
+attention reads only some of them."""
 GPT2_NOTE = """
 model=124m is named after GPT-2, which has the same width and depth. For nearly the same number of
 parameters, use attention=mha data.vocab_size=50257 model.tied=true."""
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of train.py")
     overrides = parser.parse_args(arguments).overrides
 
-    # Remove overrides of the attention, because each attention variant has a separate row.
+    # Remove attention=A,B, because each attention variant has a separate row.
     sweep = expand_sweep(overrides)  # checks all overrides
     names = [word.partition("=")[2] for word in sweep.get("attention", [])]
     names = names or choices("attention")
@@ -66,7 +66,7 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
     if settings.init_from is not None:
-        raise ValueError(f"no model is read (init_from={settings.init_from}). fix: leave it out")
+        raise ValueError(f"no model is loaded (init_from={settings.init_from}). fix: leave it out")
     sizes = check_buildable(settings).model
     if settings.data.get("tokenizer"):
         sizes["vocab_size"] = Tokenizer.load(settings.data["tokenizer"]).vocab_size

@@ -39,7 +39,7 @@ from training.setup import open_run_corpus
 
 BATCH_TOKENS = 4096  # inputs processed together, with --slices and --lengths
 MULTIPLES = (1, 2, 4)  # of the training context, with --lengths
-NUM_TARGETS = 16_384  # text tokens that --lengths scores
+NUM_TARGETS = 16_384  # approximate maximum number of tokens that --lengths scores
 
 
 def main(args: argparse.Namespace) -> None:
@@ -162,9 +162,10 @@ def measure_slices(args: argparse.Namespace) -> dict:
 def measure_lengths(run_dir: Path | None, device: str = "auto") -> dict[str, float]:
     """Return the held-out loss, in nats per token, at MULTIPLES of a run's training context.
 
-    Only the last half of a training context of each window is scored, so that every context length
-    scores the same targets, with more or less text in front of them. Windows overlap, but their
-    targets do not. Raises ValueError if there is no run, or if its text has changed or is short.
+    In each window, only the last tokens are scored, half as many as the training context has, so
+    that every context length scores the same targets, with more or less text in front of them.
+    Windows overlap, but their targets do not. Raises ValueError if there is no run, or if its text
+    has changed or is too short.
     """
     newest, settings = open_run(run_dir)
     corpus = open_run_corpus(newest, settings)
@@ -215,9 +216,10 @@ def load_to_score(
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
     """Load a model for scoring text; return the results of `load` and the dtype of products.
 
-    With dtype=auto, the weights are in fp32, and a GPU multiplies in the `precision` of training,
-    so a checkpoint has the loss that its run logged, apart from rounding: on a GPU, training uses
-    TF32 for the products that stay in fp32. Other values have the same effect as in generation.
+    With dtype=auto, the weights are in fp32, and a CUDA GPU multiplies in the `precision` of
+    training, so a checkpoint has the loss that its run logged, apart from rounding: on such a GPU,
+    training uses TF32 for the products that stay in fp32. Other values of `dtype` have the same
+    effect as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)

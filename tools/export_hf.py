@@ -39,9 +39,9 @@ from tools.formats.verify import (
 )
 from tools.formats.weights import hf_weights
 
-# Classes whose biases vLLM silently ignores, in part or all.
+# Model types of which vLLM silently ignores some or all biases.
 DROP_BIASES = ("qwen3", "deepseek_v3", "qwen3_5_text")
-# Programs that silently misread an export, as measured in docs/formats.md.
+# Programs that silently misread an export (docs/formats.md), by model type.
 DROP_WINDOWS = {
     "qwen3": "mlx-lm, llama.cpp and ctranslate2",
     "mistral": "mlx-lm and llama.cpp",
@@ -108,9 +108,9 @@ def main(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write a model's files; return the name of its class and the ways programs misread it.
+    """Write a model's files; return the name of its class, and how some programs misread it.
 
-    To verify them, the files are loaded with transformers. Raises IntegrityError if the logits
+    To verify the files, they are loaded with transformers. Raises IntegrityError if the logits
     differ from ours, and exits with code 2 if the tokenizer does.
     """
     # Find all errors in the model and the arguments before a file is written.
@@ -175,7 +175,7 @@ def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
     if config["attention_bias"] and model_type in DROP_BIASES:
         misreadings.append("vLLM ignores some of its biases")
     if config["hidden_act"] != "silu":
-        misreadings.append(f"{READ_SWIGLU} read its feed-forward as SwiGLU")
+        misreadings.append(f"{READ_SWIGLU} read its feed-forward layers as SwiGLU")
     if model_type == "qwen3" and "tokenizer.model" in files:
         misreadings.append("llama.cpp prepends a space to prompts unless overridden")
     return misreadings
@@ -201,7 +201,7 @@ def generation_config_of(tokenizer: Tokenizer) -> dict:
 def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     """Return the files of a tokenizer, by name, in the format that `transformers` reads.
 
-    Raises ValueError for a model without a tokenizer, and for a unigram model.
+    Raises ValueError for a model without a tokenizer, and for a SentencePiece model without BPE.
     """
     if isinstance(tokenizer, IdTokenizer):
         raise ValueError(
@@ -212,8 +212,9 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
         return tokenizer.files
     if tokenizer.model.trainer_spec.model_type != TrainerSpec.BPE:
         raise ValueError(
-            f"cannot export this tokenizer: transformers splits long texts differently ({path}: not "
-            "a BPE model). fix: train with a BPE model, or a tokenizer.json of tools.import_hf"
+            "cannot export this tokenizer: transformers splits long texts differently "
+            f"({path}: not a BPE model). fix: train with a BPE model, or a tokenizer.json of "
+            "tools.import_hf"
         )
     bos = tokenizer.processor.bos_id()
     config = {

@@ -115,9 +115,9 @@ def narrowed(weight: Tensor, dtype: object) -> Tensor:
 
 
 def import_tokenizer(folder: Path) -> JsonTokenizer:
-    """Return a folder's tokenizer, as transformers reads and saves it.
+    """Return our tokenizer for a folder, from the tokenizer.json that transformers saves.
 
-    Raises ValueError for a tokenizer without EOS, and if ours encodes or decodes differently.
+    Raises ValueError for a tokenizer without EOS, and if ours encodes or decodes texts differently.
     """
     library = import_transformers()
     with malformed(f"no tokenizer that transformers can read ({folder})"):
@@ -157,7 +157,7 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
 
 
 def read_sentencepiece(folder: Path, config: dict):
-    """Read a tokenizer.model of which no class is known, as transformers 4 did: with BOS.
+    """Read a tokenizer.model whose class is unknown. It prepends BOS, as in transformers 4.
 
     Raises ValueError if transformers encodes a text differently from SentencePiece.
     """
@@ -167,7 +167,7 @@ def read_sentencepiece(folder: Path, config: dict):
     for text in TEXTS:
         tokens = own.encode(text)
         ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        # Some models trim spaces, which transformers keeps, and a space in front is one token there.
+        # Some models trim spaces. transformers keeps spaces; a leading space is one token there.
         is_lossless = own.change(text, tokens) is None and not text.startswith(" ")
         if ids != tokens and is_lossless and SPACE not in text:
             raise ValueError(
@@ -181,8 +181,10 @@ def read_sentencepiece(folder: Path, config: dict):
 def special_ids(folder: Path, tokenizer) -> dict:
     """Return a folder's generation_config.json, completed by the ids of BOS, EOS and padding.
 
-    As in generate() of transformers, generation_config.json precedes config.json, and both precede
-    the tokenizer, except for padding. Raises ValueError if there is no EOS.
+    EOS is read from generation_config.json, or else config.json, or else the tokenizer, as in
+    generate() of transformers. BOS is the token that the tokenizer prepends, or else an EOS.
+    Padding is read from the tokenizer, or else the same files. Raises ValueError if there is no
+    EOS, or if it is not in the vocabulary.
     """
     generation_config = read_optional(folder / "generation_config.json")
     configs = (generation_config, read_optional(folder / "config.json"))

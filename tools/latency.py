@@ -16,7 +16,7 @@ from inference.sampling import sample
 from model.transformer import Transformer
 from run.progress import print0
 
-NEW_TOKENS = 32  # number of tokens generated for each sequence
+NEW_TOKENS = 32  # maximum number of tokens generated for each sequence
 MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
 TURNS = 3  # number of turns per model, and number of runs per turn
 # Number of sequences that are decoded together, by column title.
@@ -45,7 +45,7 @@ def latencies(runs: dict[Hashable, Path]) -> dict[Hashable, dict[str, float]]:
 
 
 def seconds_per_token(model: Transformer, num_rows: int) -> list[float]:
-    """Measure the seconds between consecutive tokens in several runs, after a warm-up."""
+    """Return the mean seconds between consecutive tokens of each run, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()

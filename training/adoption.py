@@ -22,7 +22,7 @@ from run.progress import print0
 
 @torch.no_grad()
 def adopt_weights(model: nn.Module, path: Path) -> None:
-    """Copy what fits from the checkpoint `path` into a model with initial weights, and report it.
+    """Copy the weights that fit from the checkpoint `path` into an initialized model; print them.
 
     The model may be sharded. Raises IntegrityError if the checkpoint's weights do not match its
     config.
@@ -48,17 +48,17 @@ def adopt_weights(model: nn.Module, path: Path) -> None:
     share = num_copied / sum(weight.numel() for weight in weights.values())
     print0(f"starting from the weights of {path}: {share:.1%} of the parameters are copied")
     if new := weights.keys() - copied:
-        print0(f"new {by_layers(new)}")
+        print0(f"new weights {by_layers(new)}")
     if left_out := stored.keys() - copied:
-        print0(f"left out {by_layers(left_out)}")
+        print0(f"weights left out {by_layers(left_out)}")
     if changed := changed_options(source, model):
-        print0(f"changed {by_layers(changed)}")
+        print0(f"changed options {by_layers(changed)}")
 
 
 def change_heads(name: str, weight: Tensor, source: nn.Module, model: nn.Module) -> Tensor | None:
-    """Return a projection (K E, ...) to keys or values for the number of heads K in `model`.
+    """Convert a key or value projection (K E, ...) to the number of heads K in `model`.
 
-    Returns None unless only K differs between the models, and one K divides the other.
+    Returns None for other weights, and unless only K differs and one K divides the other.
     """
     projection = re.fullmatch(r"(blocks\.\d+\.attention)\.[kv]_proj\.(weight|bias)", name)
     if projection is None:
@@ -100,7 +100,7 @@ def changed_options(source: nn.Module, model: nn.Module) -> list[str]:
 
 
 def by_layers(names: Iterable[str]) -> str:
-    """Describe names of weights, such as "in 2 layers: k_norm.weight, q_norm.weight"."""
+    """Describe names of weights or options, such as "in 2 layers: k_norm.weight, q_norm.weight"."""
     counts = Counter(re.sub(r"^blocks\.\d+\.(attention\.)?", "", name) for name in names)
     texts = []
     for count in sorted({*counts.values()}):

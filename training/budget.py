@@ -11,10 +11,10 @@ from training.environment import Environment
 from training.steps import Progress
 
 UNTIMED_STEPS = 3  # the first steps of a process, which compile and fill caches
-TIMED_STEPS = 10  # the fewest steps whose mean time is used
+TIMED_STEPS = 10  # steps that are timed before the number of steps is fitted, unless they are slow
 TIMED_FRACTION = 0.1  # of the time limit, after which the number of steps is fitted
 MARGIN = 0.08  # fraction of the time left that is reserved for evaluations, samples and saves
-LATEST = 1.05  # multiple of the time limit at which a run that has become slower begins to end
+LATEST = 1.05  # multiple of the time limit after which a slower run takes no more steps
 FEW_STEPS = 20  # a model learns almost nothing in fewer steps
 
 
@@ -44,8 +44,8 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 class TimeBudget:
     """Fits the number of steps to `max_minutes`, once, after a tenth of that time.
 
-    Until then, the schedule leads to the bound, and the peak rates are scaled to an estimate. A run
-    that becomes slower ends at LATEST times the limit.
+    Until then, the schedule ends at `Progress.bound`, and the peak learning rates are scaled to an
+    estimate of the number of steps. A run that becomes slower ends at LATEST times the limit.
     """
 
     def __init__(self, env: Environment):
@@ -65,14 +65,14 @@ class TimeBudget:
             errors.exit_with(
                 errors.INPUT,
                 f"no time is left for training (max_minutes={self.env.settings.max_minutes:g} "
-                f"includes earlier processes, and the run has taken {total / 60:.1f} minutes). "
+                f"includes the time of earlier processes: so far {total / 60:.1f} minutes). "
                 "fix: a larger max_minutes, or steps=N max_minutes=null",
             )
 
     def fit(self, progress: Progress) -> bool:
-        """Estimate the number of steps after a step, or end a run that is late.
+        """After a step, estimate the number of steps, or end a run that exceeds the limit.
 
-        All ranks call this together. Returns True after the step at which the number is fitted.
+        All ranks call this together. Returns whether this call has fitted the number of steps.
         """
         if self.limit == math.inf or progress.is_finished:
             return False
@@ -96,8 +96,9 @@ class TimeBudget:
     def estimate(self, progress: Progress) -> tuple[float, bool]:
         """Return the number of steps that fit into the limit, and whether it is final.
 
-        It is final after TIMED_FRACTION of the limit and TIMED_STEPS steps, or, if the steps are
-        very slow, after half of the limit.
+        It is final after TIMED_FRACTION of the limit and TIMED_STEPS timed steps, or, if steps are
+        very slow, after half of the limit. If no step has been timed by LATEST times the limit, the
+        run ends.
         """
         clock = self.env.clock
         if self.timed_from is None and progress.step >= progress.first_step + UNTIMED_STEPS:
@@ -132,7 +133,7 @@ class TimeBudget:
         return progress.expected_steps if is_timed else math.inf
 
     def time_to_end(self, progress: Progress, tokens_per_second: float | None) -> float:
-        """Return the seconds to the last step at this speed; infinite if the speed is unknown."""
+        """Return the expected seconds to the end of the run; infinite if unknown."""
         seconds = math.inf
         if tokens_per_second is not None:
             steps_left = progress.total_steps - progress.step

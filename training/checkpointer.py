@@ -54,7 +54,7 @@ class SavedState(BaseModel):
     step: NonNegativeInt
     steps: int | float  # Progress.total_steps
     expected_steps: int | float
-    is_fitted: bool  # whether `steps` is fitted to max_minutes
+    is_fitted: bool  # TimeBudget.is_fitted
     eval_tokens: int | None  # held-out tokens per evaluation; None if not known yet
     seconds: float  # since the run began, excluding the time between its processes
     optimizer: StateByName
@@ -192,14 +192,14 @@ class Checkpointer:
                 print0(f"changed: {key} (was {then}, now {as_yaml(value)}), which changes rounding")
 
     def say_rate(self, state: SavedState, progress: Progress) -> None:
-        """Print how a new length changes the learning rates, if it is by a factor of 2 or more."""
+        """Print how a new length changes learning rates, if it at least doubles or halves them."""
         if progress.total_steps == math.inf or progress.is_finished:
             return
         schedule, run_factor = self.trainer.schedule, self.trainer.rates.run_factor
         before = schedule(progress.step - 1, state.steps) * run_factor(state.expected_steps)
         now = schedule(progress.step, progress.total_steps) * run_factor(progress.expected_steps)
         if before > 0 and not 0.5 < now / before < 2:
-            print0(f"changed: learning rates, by a factor of {now / before:.2g}, by the new length")
+            print0(f"changed: learning rates by a factor of {now / before:.2g}, for the new length")
 
     def read_state(self, path: Path) -> SavedState:
         """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""

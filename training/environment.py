@@ -1,4 +1,4 @@
-"""What every part of a run may read."""
+"""The objects that every part of a run may read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -125,8 +125,9 @@ class Evaluator:
         if self.signals.agree(self.ranks) or self.log.has("evaluation", progress.step):
             return
         eval_tokens = self.plan_tokens(progress)
-        # Before a process's first step, nothing is compiled. Uncompiled attention may store all
-        # scores, so a GPU whose memory was filled for compiled steps evaluates row by row.
+        # Before a process's first step, nothing is compiled, and uncompiled attention may store all
+        # scores. A micro-batch that fits only in compiled steps may then be too large for a GPU, so
+        # evaluate row by row.
         will_compile = self.trainer.is_compiled and progress.step == progress.first_step
         is_cuda = self.ranks.device.type == "cuda"
         batch_size = 1 if will_compile and is_cuda else self.batch_size
@@ -214,7 +215,7 @@ class Evaluator:
 
 
 def gather_once(model: nn.Module) -> None:
-    """Run one all-gather now, so that FSDP allocates its buffers outside inference mode.
+    """Gather all weights once, so that FSDP allocates its buffers outside inference mode.
 
     FSDP keeps these buffers, and training cannot write to buffers that were allocated in inference
     mode, in which text is generated.

@@ -21,11 +21,11 @@ SAMPLES = "samples.txt"
 SAMPLE_END = "\n---\n"
 EVERY_BYTE = "surrogateescape"  # a character at the end of a file may have been cut off
 PICTURE = "loss.png"
-MIN_RISE = 1.01  # factor; a smaller rise of the held-out loss is noise
+MIN_RISE = 1.01  # factor; a smaller rise of the held-out loss is not reported
 
 
 class Logger:
-    """The files and messages of a run. Does nothing on other ranks than rank 0."""
+    """The files and messages of a run. Only rank 0 writes them."""
 
     def __init__(self, env: Environment):
         self.env = env
@@ -34,17 +34,17 @@ class Logger:
         self.is_enabled = env.ranks.is_main
         # May be a fraction, and is infinite if the text never repeats.
         self.steps_per_epoch = env.loader.rows_per_epoch / env.loader.batch_size
-        self.logged = {}  # the last logged step of each kind: "evaluation" and "sample"
+        self.logged = {}  # the step of the last "evaluation" and "sample" of earlier processes
         self.is_disk_full = False
         self.bar = None  # disabled unless standard error is a terminal
         self.wandb = None
         self.wandb_id = None
 
     def open(self, step: int | None = None) -> None:
-        """Cut the files after the `step` at which the run is resumed, and append to them.
+        """Open the files, the progress bar and wandb, and save the settings.
 
-        What they have of the step itself is kept. If its sample or evaluation is missing, the run
-        makes it (`has`). A new run begins with empty files.
+        The files of a resumed run are cut after its `step`. If the sample or the evaluation of this
+        step is missing, the run makes it (`has`). A new run begins with empty files.
         """
         if not self.is_enabled:
             return
@@ -80,7 +80,7 @@ class Logger:
                 self.wandb_id = self.wandb.id
 
     def end_of_metrics(self, text: str, step: int) -> int:
-        """Return the length of the lines up to a step; a line that was cut off ends them."""
+        """Return the number of characters in the complete lines up to a step."""
         end = 0
         for line in text.splitlines(keepends=True):
             try:
@@ -95,7 +95,7 @@ class Logger:
         return end
 
     def end_of_samples(self, text: str, step: int) -> int:
-        """Return the length of the samples up to a step, without a last one that was cut off."""
+        """Return the number of characters in the complete samples up to a step."""
         end = 0
         headings = [*re.finditer(r"^--- step (\d+)\n", text, re.MULTILINE)]
         for heading, following in zip_longest(headings, headings[1:]):
@@ -153,7 +153,7 @@ class Logger:
                 self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
-        """Append text completely or not at all. On a full disk, warn and continue the run."""
+        """Append text completely or not at all. If the disk rejects it, warn once and continue."""
         if not self.is_enabled:
             return
         path = self.run_dir / name
@@ -166,7 +166,7 @@ class Logger:
             with suppress(OSError):  # a part may have been written
                 os.truncate(path, size)
             if not self.is_disk_full:
-                print0(f"warning: cannot write ({path}: {error.strerror}): training continues")
+                print0(f"warning: cannot write ({path}: {error.strerror}); training continues")
             self.is_disk_full = True
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Logger:
                     "text, more text or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
-            print0(f"warning: cannot draw loss.png: {error}")
+            print0(f"warning: cannot draw loss.png ({error})")
 
     @contextmanager
     def _wandb_may_fail(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class Logger:
         try:
             yield
         except Exception as error:
-            print0(f"warning: continuing without wandb: {' '.join(str(error).split())}")
+            print0(f"warning: continuing without wandb ({' '.join(str(error).split())})")
             self.wandb = None
 
 

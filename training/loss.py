@@ -63,9 +63,10 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> the objective and metrics of `cross_entropy`.
 
-    At most MAX_LOGITS logits are in memory. The forward pass takes a chunk of rows at a time, and
-    computes their gradient immediately, so that nothing of size (N, V) is kept for the backward
-    pass. If hidden needs no gradient, no gradient is computed.
+    At most MAX_LOGITS logits are in memory, or four times as many on a GPU above LARGE_MEMORY. The
+    forward pass takes a chunk of rows at a time, and computes their gradient immediately, so that
+    nothing of size (N, V) is kept for the backward pass. If hidden needs no gradient, no gradient
+    is computed.
     """
 
     # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no autograd

@@ -1,11 +1,11 @@
-"""The largest micro-batch that fits into a GPU's memory, from the peak memory of two steps."""
+"""The largest micro-batch that fits into a GPU's memory, computed from the peaks of two passes."""
 
 import torch
 
 from run.settings import Settings
 from training.trainer import Trainer
 
-MARGIN = 0.1  # fraction of the memory left for fragmentation, library workspaces and communication
+MARGIN = 0.1  # fraction of free memory kept for fragmentation, library workspaces, communication
 STATE_PER_WEIGHT = 2  # maximum number of optimizer values per weight
 
 
@@ -13,7 +13,7 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
     """Return the number of sequences per forward pass on each device, equal on all ranks.
 
     With micro_batch=null, it divides each rank's share of the batch, and is limited by the memory
-    of the GPUs, or by a small constant on a CPU.
+    of the GPUs, or by a small constant on other devices.
     """
     ranks = trainer.ranks
     rows = settings.sequences_per_process(ranks.world_size)
@@ -28,10 +28,10 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
 def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
     """Return how many sequences fit into the memory of this rank's GPU, at least 1.
 
-    Steps are measured without torch.compile, which would keep fewer activations for the backward.
+    Passes are measured without torch.compile, which would keep fewer activations for the backward.
     Raises torch.OutOfMemoryError if one sequence does not fit.
     """
-    # The first step allocates the gradients. The next two, of 1 and 2 sequences, are compared.
+    # The first pass allocates the gradients. The next two, of 1 and 2 sequences, are compared.
     ranks = trainer.ranks
     measure_peak(trainer, 1)
     before = torch.cuda.memory_allocated(ranks.device)
@@ -46,7 +46,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
         return 1
     with_two = measure_peak(trainer, 2)
     trainer.model.zero_grad()
-    torch.cuda.empty_cache()  # the blocks of uncompiled steps would fragment the memory
+    torch.cuda.empty_cache()  # cached memory of uncompiled passes would cause fragmentation
 
     weight_bytes = sum(weight.nbytes for weight in trainer.model.parameters())
     if settings.sharded:

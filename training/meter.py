@@ -58,8 +58,8 @@ class Meter:
         """Return the metrics of the steps since the last report, and begin the next report.
 
         Losses are means over targets, in nats. Throughput is None if no step was timed, for example
-        while the first step compiles; the model FLOP utilization is also None if the device's peak
-        is unknown. Exits with code 4 if the run has diverged.
+        if the only step compiled the model. The model FLOP utilization is also None if the device's
+        peak is unknown. Exits with code 4 if the run has diverged.
         """
         self.check_finite(progress)
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
@@ -98,7 +98,7 @@ class Meter:
         return metrics
 
     def check_finite(self, progress: Progress) -> None:
-        """Exit with code 4 if a step was not finite."""
+        """Exit with code 4 if a loss or a gradient was not finite."""
         is_finite = self.is_finite & self.loss_sum.isfinite().all()
         if self.ranks.all_reduce_max(int(not is_finite)):
             end_diverged(f"by step {progress.step}", progress)
@@ -113,7 +113,7 @@ class Meter:
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
 
     def restore(self, loss_sum: Tensor, reported_step: int, step: int) -> None:
-        """Continue at `step` with the losses of the steps since `reported_step`, over all ranks."""
+        """Continue at `step`; `loss_sum` is over the steps since `reported_step` and all ranks."""
         self.loss_sum.copy_(loss_sum / self.ranks.world_size)
         self.reported_step = reported_step
         self.restart_clock(step)

@@ -23,7 +23,10 @@ def corpus_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
-    """Return the loss in nats per token and in bits per byte, and the loss of each slice."""
+    """Return the loss in nats per token and in bits per byte, and the loss of each slice.
+
+    The bits per byte are None if the number of bytes is unknown.
+    """
     nats, _, targets = totals
     num_bytes = corpus.validation_bytes(num_tokens)
     bits_per_byte = None
@@ -37,7 +40,7 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """Return the loss of the answers in nats, and their accuracy on average, by size and length."""
+    """Return the loss per answer in nats, and the accuracy: per size, their mean, per length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
     # The classes of a task are its sizes, and each size has its own accuracy metric.

@@ -25,8 +25,8 @@ def build_parallel(
 ) -> tuple[LanguageModelLoss, nn.Module]:
     """Return the loss module of a model with initial weights, and the module that a step calls.
 
-    The two are the same module, unless DDP wraps the first. `bos` is the token that begins each
-    document; tokens must not attend to other documents.
+    The two are the same module, unless DDP wraps the first. If `bos` is a token, it begins each
+    document, and tokens do not attend to other documents.
     """
     # A model to be sharded is built on the meta device, because it may not fit on one device.
     device = "meta" if settings.sharded else ranks.device

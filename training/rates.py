@@ -1,25 +1,26 @@
 """Learning rates scaled to the model size, the batch size and the length of the run.
 
-`optimizer.lr` is the peak rate of the matrices in the blocks of a `reference`: a model with `dim`
-features and `depth` layers, trained with `batch_tokens` tokens per step and `tokens` tokens in
-total. All other rates follow from it. docs/rates.md has the measurements.
+`optimizer.lr` is the peak learning rate of the matrices in the blocks of a `reference`: a model
+with `dim` features and `depth` layers, trained with `batch_tokens` tokens per step and `tokens`
+tokens in total. All other learning rates follow from it. docs/rates.md has the measurements.
 
-Roles. Embedding, head and vectors have separate rates, given as multiples of `lr`.
+Roles. Embedding, head and vectors have their own learning rates, given as multiples of `lr`.
 
-Width. The step of a matrix should change its outputs equally at every width. Adam changes each
-element by about its rate, and the changes in a row add up, so the rates of matrices and of the head
-fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm equal to its rate, and
-needs no factor (Bernstein, 2409.20325). An embedding is looked up and a vector multiplies features
-one by one, so they need no factor either. The rate of a tied embedding is the geometric mean of the
-rates of embedding and head at the reference's width, and falls with the width like a head's rate.
+Width. A step should change the outputs of a matrix equally at every width. Adam changes each
+element by about the learning rate, and the changes in a row of the matrix add up, so the rates of
+matrices and of the head fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm
+equal to its rate, and needs no factor (Bernstein, 2409.20325). An embedding is looked up and a
+vector multiplies features one by one, so they need no factor either. The rate of a tied embedding
+is the geometric mean of the rates of embedding and head at the reference's width, and falls with
+the width like a head's rate.
 
 Batch, length and size. The best rate of optimizers that normalize their steps grows with the square
 root of the batch size while gradients are noisy (Malladi, 2205.10287), and not in larger batches
 (Li, 2405.14578). It falls with the number of training tokens (Bjorck, 2409.19913; Ren, 2603.28743)
 and, by our measurements, with the width and the depth.
 
-All of this applies to training from scratch. Without a reference, as with pretrained weights, `lr`
-is the rate of all parameters.
+These rules apply to training from scratch. Without a reference, as with pretrained weights, `lr` is
+the learning rate of all parameters.
 """
 
 import math
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from run.ranges import PositiveFloat, PositiveInt
 
-# Powers of the batch size, of a run's tokens and of dim x depth in the factor of all rates. The
+# Exponents of the batch size, of a run's tokens and of dim x depth in the factor of all rates. The
 # first two are published (2205.10287, 2409.19913). The third was fitted to the best rates of 22
 # models and runs, as was the number of steps below which a larger batch does not raise the rates
 # (docs/rates.md).
@@ -82,7 +83,7 @@ class Reference:
         return None not in (self.depth, self.batch_tokens, self.tokens)
 
     def run_factor(self, dim: int, depth: int, batch_tokens: int, steps: float) -> float:
-        """Return the factor of all rates; 1 while the number of steps is unknown (infinite)."""
+        """Return the factor of all rates; 1 without `has_run`, or while `steps` is infinite."""
         if not self.has_run or math.isinf(steps):
             return 1.0
         tokens = batch_tokens * steps
@@ -129,9 +130,9 @@ def parameter_groups(
 ) -> list[dict]:
     """Return the groups of an optimizer: per role, a group for each width, with its `lr`.
 
-    Only matrices decay. If the width lowers a rate, it raises the decay by the same factor, so that
-    lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698). Muon needs no
-    width factor for matrices, so `scale_matrices` is false for it.
+    Only matrices have weight decay. If the width lowers a rate, it raises the decay by the same
+    factor, so that lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
+    Muon needs no width factor for matrices, so `scale_matrices` is false for it.
     """
     parameters = split_parameters(model)
     groups = {}
@@ -155,8 +156,8 @@ def parameter_groups(
 class LearningRates:
     """Sets the rates of all groups: base rate x factor of the run x schedule.
 
-    The base rate of a group is the `lr` with which it was built. Optimizers of other programs have
-    groups without roles, whose rate is `lr`.
+    The base rate of a group is the `lr` with which it was built. Groups that were not built by
+    `parameter_groups` have no role, and are logged as `lr`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Learning-rate schedules, which map a step to a multiple of the peak rate.
 
-`steps` is the length of the run; it is infinite while the length is unknown. In a short run the
+`steps` is the length of the run; it is infinite while the length is unknown. In a short run, the
 warm-up takes at most a fifth of the steps.
 """
 

@@ -35,7 +35,7 @@ from training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at a checkpoint of its own, or with the weights of another run."""
+    """Where a run begins: at its checkpoint, with the weights of another run, or from scratch."""
 
     resumed: Path | None = None
     pretrained: Path | None = None
@@ -71,7 +71,7 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
             if re.match(r"\+*data\.(vocab_size|bos)=", word):
                 raise ValueError(f"the tokenizer determines this ({word}). fix: leave it out")
     device = hardware.pick_device(settings.device)
-    # Only their errors matter here.
+    # Called only for the errors that they raise.
     hardware.pick_precision(settings.precision, device)
     compilation.pick_compile(settings.compile, device, is_long=True)
     check_buildable(settings)
@@ -81,7 +81,8 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
 def check_buildable(settings: Settings) -> Settings:
     """Build all parts without allocating memory, and run two tokens through the model.
 
-    Raises ValueError for parts that cannot be built or do not fit together.
+    Raises ValueError for parts that cannot be built or do not fit together, and for a run that
+    would never end.
     """
     settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
     model = checkpoint.dry_run(settings.model)
@@ -102,9 +103,10 @@ def check_buildable(settings: Settings) -> Settings:
 def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings, Path]:
     """Return settings with the model of `init_from`, and its checkpoint, which has the tokenizer.
 
-    With attention=NAME, the model has the attention that the overrides describe. Context and name
-    are taken from `init_from`, unless overridden. Raises ValueError for overrides that would change
-    another part of the model.
+    With attention=NAME, the model has the attention that the overrides describe. Unless overridden,
+    the context is the pretrained model's, and the run is named after its data, that model and a new
+    attention. Raises ValueError for overrides that would change the tokenizer or another part of
+    the model.
     """
     source = settings.init_from
     choices = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)
@@ -115,7 +117,7 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
         attention = {"attention": compose([*size_words(model), *overrides]).model["attention"]}
         model = model | attention
         settings = settings.model_copy(update={"model": settings.model | attention})
-    # Other overrides may only repeat what the model has; an experiment's model is not used.
+    # Other overrides must not change the model; an experiment's model is not used.
     words = [word for word in overrides if not word.startswith("experiment=")]
     saved = folder.by_name({"model": model, "data.tokenizer": None})
     tokenizer = settings.data.get("tokenizer")
@@ -181,8 +183,8 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
 def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loader]:
     """Prepare the text; return the settings, the text and its batches.
 
-    The returned settings give a new model the tokenizer's vocabulary. Exits with code 2 if the text
-    of a resumed run has changed.
+    The returned settings give a new model the tokenizer's vocabulary size. Exits with code 2 if the
+    text of a resumed run has changed, or if a pretrained model lacks token ids of the text.
     """
     if start.resumed is not None:
         config = checkpoint.load_config(start.resumed)
@@ -195,7 +197,7 @@ def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loade
             )
     else:
         corpus = open_corpus(settings.data, start.pretrained)
-        # A pretrained model may have more rows than its tokenizer has tokens, but not fewer.
+        # A pretrained model may have more token ids than its tokenizer, but not fewer.
         vocab_size = corpus.tokenizer.vocab_size
         if start.pretrained is None:
             model = settings.model | {"vocab_size": vocab_size}
@@ -254,8 +256,9 @@ def build_run(env: Environment, start: Start = Start()) -> Run:
     bound = planned_steps(settings, env.loader)
     progress = Progress(bound=bound, total_steps=bound, expected_steps=bound)
 
-    # A run that is resumed on the same kind of machine keeps its number of threads, and any resumed
-    # run stays compiled or not. Both change how sums are rounded.
+    # A run that is resumed on the same kind of device, with as many processes, keeps its number of
+    # threads. With compile=auto, a resumed run is compiled only if it was compiled before. Both
+    # change how sums are rounded.
     threads_kept = None
     is_long = compilation.is_long_run(bound, settings.max_minutes)
     is_compiled = compilation.pick_compile(settings.compile, ranks.device, is_long)
@@ -267,7 +270,7 @@ def build_run(env: Environment, start: Start = Start()) -> Run:
         print0(reason)
     trainer = Trainer(env, is_compiled)
 
-    # A resumed run also keeps its micro-batch, unless the number of processes makes that impossible.
+    # With micro_batch=null, a resumed run keeps its micro-batch if it divides each process's rows.
     rows = settings.sequences_per_process(ranks.world_size)
     keeps_micro_batch = saved is not None and settings.micro_batch is None
     if keeps_micro_batch and rows % saved.machine.micro_batch == 0:
@@ -292,7 +295,7 @@ def build_run(env: Environment, start: Start = Start()) -> Run:
 
 
 def describe_end(steps: float, minutes: float | None) -> str:
-    """Describe the limits of a run, such as "500 steps or 5 minutes"; it has at least one."""
+    """Describe the limits of a run, such as "500 steps or 5 minutes"; there is at least one."""
     limits = []
     if steps != math.inf:
         limits.append(f"{steps:,} step{'s' * (steps != 1)}")

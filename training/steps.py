@@ -12,12 +12,11 @@ class Progress:
     """The position of a run, in optimizer steps."""
 
     step: int = 0  # number of completed steps
-    bound: float = math.inf  # the limit by steps, tokens or passes; infinite without one
-    # The last step, to which the schedule leads: the bound, until the number of steps is fitted to
-    # max_minutes.
+    bound: float = math.inf  # the number of steps without max_minutes; infinite if unlimited
+    # The last step, at which the schedule ends; equal to `bound` until it is fitted to max_minutes.
     total_steps: float = math.inf
     # The number of steps to which the peak learning rates are scaled. While steps are timed, it is
-    # an estimate that would make the schedule decay too early or too late.
+    # an estimate, which is not accurate enough for the schedule.
     expected_steps: float = math.inf
     first_step: int = 0  # step at which this process began
     saved_step: int = 0  # step of the newest checkpoint

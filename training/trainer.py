@@ -39,8 +39,8 @@ class Trainer:
         self.is_compiled = is_compiled
         self.precision = hardware.pick_precision(settings.precision, ranks.device)
 
-        # `loss_module` maps tokens to the loss; `parallel` is what a step calls: DDP around the
-        # loss module, or else the loss module itself.
+        # `loss_module` maps tokens to the loss. `parallel` is the module that a step calls: DDP
+        # around the loss module, or else the loss module itself.
         # With document_mask, tokens attend only to tokens of their document, which begins with bos.
         bos = env.corpus.tokenizer.bos if settings.document_mask else None
         self.loss_module, self.parallel = build_parallel(settings, ranks, self.precision, bos=bos)
@@ -66,7 +66,8 @@ class Trainer:
     def step(self, progress: Progress, micro_batch_size: int) -> StepResult:
         """Take an optimizer step over `batch_tokens` tokens across all ranks.
 
-        A forward pass takes `micro_batch_size` rows. A process's first step compiles the model.
+        A forward pass takes `micro_batch_size` rows. If the model is compiled, a process's first
+        step compiles it.
         """
         scheduled = self.schedule(progress.step, progress.total_steps)
         self.rates.set_rates(scheduled, progress.expected_steps)
@@ -107,7 +108,7 @@ class Trainer:
 
     def compute_gradients(self, step: int, micro_batch_size: int) -> Tensor:
         """Compute the gradients of a step's batch; return the sums of `loss_names` (1 + L,)."""
-        # Dropout depends only on seed, step and rank, so that a resumed run repeats it.
+        # Dropout depends only on the seed, step, rank and world size: a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
         self.model.zero_grad()  # a failed compilation may have left gradients
@@ -143,8 +144,8 @@ class Trainer:
     def compile_gradients(self, step: int, micro_batch_size: int) -> Tensor:
         """Run `compute_gradients`, which compiles forward and backward.
 
-        If compilation fails, training continues without it; with compile=true, the process exits
-        with code 2.
+        If compilation fails, training continues without it; with compile=true or several processes,
+        the run exits with code 2.
         """
         compile_model(self.loss_module, self.settings, self.ranks)
         compute = partial(self.compute_gradients, step, micro_batch_size)

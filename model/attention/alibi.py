@@ -1,7 +1,7 @@
 """Attention with linear biases: scores fall linearly with distance, with a slope per head.
 
-Press et al., 2108.12409. The biases are the only position information, so a model can be used
-beyond its training context.
+Press et al., 2108.12409. In the paper, the biases are the only position information, so that a
+model can be used beyond its training context.
 """
 
 import math
@@ -18,7 +18,7 @@ from model.context import AttentionMask, ForwardContext, positions_at
 class ALiBi(SoftmaxAttention):
     """Softmax attention with -slope x distance added to its scores.
 
-    Takes SoftmaxAttention's options; the paper uses no RoPE with the biases.
+    Takes SoftmaxAttention's options; the paper uses no RoPE.
     """
 
     def __init__(self, spec: LayerSpec, **options):
@@ -47,8 +47,8 @@ def distance(mask: AttentionMask, row: Tensor, query: Tensor, key: Tensor) -> Te
 def alibi_slopes(heads: int) -> Tensor:
     """Return slopes (H,): a geometric sequence from 2^(-8 / H) to 2^-8.
 
-    If H is not a power of two, use the slopes for P heads, where P is the largest power of two
-    below H, followed by every second slope for 2 P heads.
+    If H is not a power of two, these are the slopes for P heads, where P is the largest power of
+    two below H, followed by the first, third, fifth and so on of the slopes for 2 P heads.
     """
     power = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, power + 1) * (-8 / power)

@@ -25,7 +25,7 @@ class LayerSpec:
     context: int  # length of the longest training sequence, in tokens
     layer: int  # index of this layer, from 0
     depth: int  # number of layers
-    norm_eps: float  # eps of the norms, except those of the latent vectors of MLA
+    norm_eps: float  # eps of the norms, except the norms of MLA's latents
 
 
 class Attention(nn.Module, ABC):
@@ -35,7 +35,7 @@ class Attention(nn.Module, ABC):
 
     - end in a projection named `o_proj`, which starts at zero
     - have `norm` in the names of its norms
-    - name the auxiliary losses that `forward` adds with `add_loss` in `losses`
+    - list in `losses` the names of the auxiliary losses that `forward` adds with `add_loss`
     - register tensors that are not parameters as buffers
     - cast what it computes from buffers and one-dimensional parameters (`type_as`), because these
       stay in fp32 in a bf16 model
@@ -46,7 +46,8 @@ class Attention(nn.Module, ABC):
     chunk: int | None = None  # a token attends only within its chunk of this many tokens
     keys_per_step: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
     low_precision_states: tuple[str, ...] = ()  # names of states that do not need fp32
-    # Linear layers that `forward` applies to x with `project`; a layer may lack some of them.
+    # Linear layers that `forward` applies to x with `project`. If one is missing, they are not
+    # fused for decoding.
     fused_projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     @abstractmethod
@@ -69,9 +70,9 @@ class Attention(nn.Module, ABC):
     def state_shapes(self, capacity: int) -> dict[str, Shape]:
         """Return, by name, the shapes of the states for a row of up to `capacity` tokens.
 
-        A state starts at zero, and a reused row keeps its old state, so the token at position 0
-        must not depend on the state (see recurrent.py). If a state does not start at zero, the
-        layer sets its initial value at that token.
+        The cache is allocated with zeros, and a reused row keeps its old state, so the token at
+        position 0 must not depend on the state (see recurrent.py). A layer with a different initial
+        state sets it at that token.
         """
         return {}
 
@@ -96,8 +97,8 @@ class Attention(nn.Module, ABC):
     ) -> tuple[dict[str, Tensor], AttentionMask]:
         """Add the new tokens' features (B, T, ...), passed by name, to the cache.
 
-        Returns the features (B, S, ...) of all tokens in reach, and which of them each new token
-        attends to. Without a cache, only the new tokens are in reach.
+        Returns the features (B, S, ...) of the cached and the new tokens, and which of these tokens
+        each new token attends to. Without a cache, these are only the new tokens.
         """
         if cache is None:
             return new, ctx.mask(self.window, self.chunk)

@@ -17,7 +17,8 @@ class SharedAttention(SoftmaxAttention):
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
     (Brandon et al., 2405.12981). With "half", all layers in the second half reuse the keys
     and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's options.
-    `forward` raises ValueError if the layers of a group differ in their heads, mask or rotation.
+    `forward` raises ValueError if the first layer of a group shares no keys, or if the layers of a
+    group differ in their key-value heads, mask or RoPE.
     """
 
     def __init__(self, spec: LayerSpec, *, share: Literal["pairs", "half"], **options):
@@ -28,7 +29,7 @@ class SharedAttention(SoftmaxAttention):
         else:
             self.first_layer = min(spec.layer, spec.depth // 2)
         self.reuses_kv = self.layer != self.first_layer
-        # Options of the mask and the rotation, which must equal those of the first layer.
+        # Options of the mask and the rotation, which must be the same as in the first layer.
         self.shared_options = {
             "window": self.window,
             "chunk": self.chunk,
@@ -49,8 +50,8 @@ class SharedAttention(SoftmaxAttention):
             provider, kv, mask, options = take(shared, "kv", self.layer)
             if provider != self.first_layer:
                 raise ValueError(
-                    f"layer {self.layer} needs the keys of layer {self.first_layer}, but the latest "
-                    f"shared keys are from layer {provider}. fix: let all layers from "
+                    f"layer {self.layer} needs the keys of layer {self.first_layer}, but the "
+                    f"latest shared keys are from layer {provider}. fix: let all layers from "
                     f"{self.first_layer} to {self.layer} share keys"
                 )
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)

@@ -18,8 +18,8 @@ from model.layers import fp32, rms
 class DifferentialAttention(SoftmaxAttention):
     """Heads h and h + H/2 form a pair, with the output (softmax_1 - lambda x softmax_2) x v.
 
-    Takes SoftmaxAttention's options; dropout applies to both softmaxes. Raises ValueError for an odd
-    number of kv_heads.
+    Takes SoftmaxAttention's options; dropout applies to both softmaxes. Raises ValueError for an
+    odd number of kv_heads.
     """
 
     def __init__(self, spec: LayerSpec, **options):
@@ -47,7 +47,7 @@ class DifferentialAttention(SoftmaxAttention):
         q, k, v = self.project_qkv(x, ctx)
         kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
-        # Each head of a pair attends to the values of both heads, one half at a time.
+        # Both heads of a pair attend to the values of both heads: first to v1, then to v2.
         v1, v2 = kv["v"].chunk(2, dim=2)
         v1 = v1.repeat(1, 1, 2, 1)  # (B, S, K, E)
         v2 = v2.repeat(1, 1, 2, 1)

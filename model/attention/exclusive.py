@@ -1,4 +1,4 @@
-"""Exclusive self-attention: removes the output's component along the token's own value.
+"""Exclusive self-attention removes the output's component along the token's own value.
 
 2603.09078.
 """

@@ -15,9 +15,9 @@ from model.layers import Linear, fp32
 
 
 class ForgettingAttention(SoftmaxAttention):
-    """Softmax attention with forget gates, f = sigmoid(forget_proj(x)), instead of positions.
+    """Softmax attention with forget gates, f = sigmoid(forget_proj(x)).
 
-    Takes SoftmaxAttention's options. The cache holds the running sum of log f.
+    Takes SoftmaxAttention's options. The cache also holds the running sum of log f.
     """
 
     def __init__(self, spec: LayerSpec, **options):

@@ -136,7 +136,8 @@ class LatentAttention(Attention):
         """Compute the same output, using the entries as the keys and values of all heads.
 
         For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times the
-        sum of c. Scores keep the scale of expanded keys; the rotary part of the values is dropped.
+        weighted sum of c. Scores keep the scale of expanded keys; the rotary part of the weighted
+        sum is dropped.
         """
         weight = self.kv_proj.weight.unflatten(0, (self.heads, -1))  # (H, head_dim + E, rank)
         w_k, w_v = weight.split([self.head_dim, self.value_dim], dim=1)

@@ -11,15 +11,14 @@ from model.attention.base import LayerSpec, Shared
 from model.attention.recurrent import RecurrentAttention, to_product_dtype
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, apply_rope, fp32, project, rms, split_heads
+from model.layers import Linear, apply_rope, project, rms, split_heads
 from run.ranges import AboveOne, PositiveInt
 
 
 class Retention(RecurrentAttention):
     """Values are `expansion` times as wide as keys. Tokens are processed in chunks of `chunk`.
 
-    Queries and keys are rotated by RoPE. Raises ValueError if heads do not divide dim into even
-    widths.
+    Queries and keys are rotated by RoPE. Raises ValueError unless dim / heads is an even integer.
     """
 
     def __init__(
@@ -58,7 +57,8 @@ class Retention(RecurrentAttention):
         k = k * self.head_dim**-0.5
 
         # Run the recurrence, normalize each head, gate and project back.
-        g = fp32(self.log_decay).expand(*q.shape[:3], 1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        g = self.log_decay.to(wide).expand(*q.shape[:3], 1)
         y = self.recur(q, k, v, None, g, ctx, cache)
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))

@@ -11,9 +11,9 @@ from model.context import ForwardContext
 
 
 class ShortConv(nn.Module):
-    """Map each of W features to a weighted sum over the last `kernel` tokens of the same document.
+    """Replaces each of W features by a weighted sum of its values at the last `kernel` tokens.
 
-    It starts as the identity and has no activation.
+    Tokens of other documents are excluded. It starts as the identity and has no activation.
     """
 
     def __init__(self, width: int, kernel: int):

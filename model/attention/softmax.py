@@ -1,6 +1,6 @@
 """Softmax attention as a combination of independent choices. Vaswani et al., 1706.03762.
 
-Projections: `heads` queries share `kv_heads` keys and values (Ainslie et al., 2305.13245).
+Projections: `heads` query heads share `kv_heads` key-value heads (Ainslie et al., 2305.13245).
 Positions: RoPE, or none (NoPE: Kazemnejad, 2305.19466).
 QK-norm: none, before RoPE with a weight (Qwen3), or after it without one (Llama 4).
 Mask: the whole past, a `window` (Beltagy, 2004.05150) or a `chunk` (Llama 4).
@@ -106,7 +106,7 @@ class SoftmaxAttention(Attention):
     def forward(
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
     ) -> tuple[Tensor, Shared]:
-        # Queries, keys and values of the T new tokens; keys and values of all S tokens in reach.
+        # Queries, keys and values of the T new tokens; then keys and values of all S tokens.
         q, k, v = self.project_qkv(x, ctx)
         kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
 
@@ -182,7 +182,7 @@ class SoftmaxAttention(Attention):
     def own_feature(
         self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, stored: Tensor
     ) -> Tensor:
-        """Return a feature (B, T, K, E) of the new tokens as attention reads it.
+        """Return a feature (B, T, K, E) of the new tokens, with the values that attention uses.
 
         `new` (B, T, K, E) was passed to `extend_cache`, which returned `stored` (B, S, K, E). If
         `stored` holds the cache's slots (S = size), the feature is read from them, because an

@@ -79,7 +79,7 @@ class SparseAttention(SoftmaxAttention):
         if chosen.ndim == 3:
             chosen = chosen[:, None]
         if cache is not None and q.shape[1] == 1 and self.keys_per_step < cache.size:
-            # Read the L slots of the chosen tokens.
+            # Read L = `keys_per_step` slots, which contain all chosen tokens.
             slots = chosen.int().topk(self.keys_per_step, dim=-1).indices  # (B, 1 or K, 1, L)
             chosen = take_along(chosen, slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
@@ -104,10 +104,10 @@ class BlockAttention(SparseAttention):
     """MoBA: a query attends to its own block and to similar earlier blocks. Lu, 2502.13189.
 
     A block has `block` tokens; a query attends to the `topk` most similar earlier blocks. The
-    similarity is the product of the query and the mean of the block's keys, without learned
-    parameters. Query heads that share a key head choose the same blocks, using their mean query.
-    The cache also holds the sum of each block's keys. Takes SoftmaxAttention's options except window
-    and chunk.
+    similarity is the product of the query and the sum of the block's keys, without learned
+    parameters. It ranks blocks like the product with the mean key, because earlier blocks are full.
+    Query heads that share a key head choose the same blocks, using their mean query. The cache also
+    holds the sum of each block's keys. Takes SoftmaxAttention's options except window and chunk.
     """
 
     def __init__(self, spec: LayerSpec, *, block: PositiveInt, **options):
@@ -149,7 +149,7 @@ class BlockAttention(SparseAttention):
         sums = cache.states["block_sums"]
         is_start = ctx.positions % self.block == 0
         new_sums, begins = sum_blocks(k, ctx.positions // self.block, is_start, sums.shape[1])
-        # A block that starts here discards the keys that an earlier sequence left in its slot.
+        # Where a block starts, discard the sum that an earlier sequence has left.
         sums.copy_(sums.masked_fill(begins[..., None, None], 0.0) + new_sums)
         return sums
 
@@ -195,11 +195,11 @@ class IndexedAttention(SparseAttention):
     """DeepSeek-V3.2, 2512.02556: a lightning indexer chooses `topk` keys.
 
     The indexer gives key s the score sum_j w_tj relu(q_tj . k_s) for query t, with `index_heads`
-    small queries and one small key per token, each `index_dim` wide; the cache holds these keys.
+    small queries and one small key per token, each `index_dim` wide. The cache also holds this key.
     The indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
     divergence of its softmax from the attention weights averaged over heads. No other parameter
-    learns from this loss. Takes SoftmaxAttention's options except window and chunk. Raises ValueError
-    for an odd `index_dim`.
+    learns from this loss. Takes SoftmaxAttention's options except window and chunk. Raises
+    ValueError for an odd `index_dim`.
     """
 
     losses = ("indexer_kl",)
@@ -265,7 +265,7 @@ class IndexedAttention(SparseAttention):
 
 
 def divergence(weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """KL(weights || softmax of scores) over the chosen keys; all (B, T, S) -> (B, T)."""
+    """Return KL(weights || softmax(scores)) over the chosen keys: (B, T, S) each -> (B, T)."""
     log_p = scores.masked_fill(~chosen, -torch.inf).log_softmax(dim=-1)
     log_p = log_p.masked_fill(~chosen, 0.0)
     return (torch.xlogy(weights, weights) - weights * log_p).sum(dim=-1)

@@ -27,7 +27,7 @@ class TiedAttention(SoftmaxAttention):
         kv = split_heads(self.k_proj(x), self.kv_heads)
         features, mask = self.extend_cache(cache, ctx, kv=kv)
 
-        # Keys and values of all tokens in reach, (B, S, K, E).
+        # Keys and values of all S tokens, cached and new, (B, S, K, E).
         kv = features["kv"]
         k = self.norm_and_rope(kv, self.k_norm, ctx, mask.key_positions)
         v = rms(kv, self.norm_eps)

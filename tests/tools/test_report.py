@@ -259,7 +259,7 @@ def test_each_size_has_a_baseline_and_all_sizes_have_a_trend(write, tmp_path, st
                 runs.append(run)
     page, _ = write(runs)
     row = table(page, 0)["kda"]
-    assert row["trend"] == trend and row["verdict there"] == "better"
+    assert row["trend"] == trend and row["verdict, largest size"] == "better"
     assert row["dim 96"].startswith("-0.0500 [")
     assert (tmp_path / "text-ladder.svg").exists()
     for number, dim in enumerate((64, 96), 1):

@@ -8,8 +8,8 @@
 It takes the overrides of train.py. KEY=A,B trains with each value; the first value is the baseline.
 Each combination runs in a separate process; with several GPUs, each GPU trains one run at a time.
 On a CPU, runs take turns; with OMP_NUM_THREADS=1, each core trains one run.
-The first run of each model size trains for max_minutes (default 5), and all others of this size
-train on the same number of tokens. --tune first searches for each variant's best learning rate.
+With max_minutes (default 5), the first run of each model size sets the number of tokens for the
+other runs of this size. --tune first searches for each variant's best learning rate.
 Running the same command again skips finished runs and resumes interrupted ones. A run whose text or
 settings have changed is trained again. A report is written at the end, or by --report for any runs.
 """
@@ -62,7 +62,7 @@ def report_folder(folders: list[Path]) -> Path:
 
 
 def announce(variants: list[Variant], has_search: bool) -> None:
-    """Print the number of runs, and their duration if it is known."""
+    """Print the number of runs, and their duration if max_minutes limits it."""
     count = sum(len(variant.seeds) for variant in variants)
     text = f"{count} run{'s' * (count != 1)} in {variants[0].folder}/"
     if has_search:
@@ -125,24 +125,26 @@ def parse_arguments() -> argparse.Namespace:
         "--margin",
         type=float,
         default=0.01,
-        help="a variant is as good as the baseline if its loss is higher by less than this",
+        help="a variant is as good as the baseline if its difference's interval ends below this",
     )
     add(
         "--dir",
         type=user_path,
-        help="output folder for the runs and the report (default: runs/compare-..., or runs/report with --report)",
+        help="output folder for the runs and the report (default: runs/compare-...; with --report, "
+        "the folder of a single comparison, or else runs/report)",
     )
     add(
         "--report",
         type=user_path,
         nargs="+",
         metavar="RUN",
-        help="report on these runs, or on the folder of a comparison, without training; the first run is the baseline",
+        help="report on these runs, or on the folders of comparisons, without training; the first "
+        "run determines the baseline",
     )
     add(
         "--quick",
         action="store_true",
-        help="do not measure the loss at longer contexts and the decoding speed",
+        help="do not measure the loss at longer contexts or the decoding speed",
     )
     args = parser.parse_intermixed_args()
     if bool(args.overrides) == bool(args.report):

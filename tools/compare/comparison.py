@@ -10,11 +10,11 @@ from tools.compare.statistics import Verdict, judge, solves_more_often, spreads_
 from tools.compare.tuning import Losses, find_optimum, rate_losses
 
 SOLVED = 0.9  # minimum accuracy of a run that has solved a task
-# Verdicts that are withheld.
+# Texts in place of a verdict that is withheld.
 AT_EDGE = "best rate at the edge"
 DIVERGED = "seeds diverged"
-# What the runs of a table must share, and the keys that change it. If a comparison varies such a
-# key, the runs with the same value of this key must share it.
+# Properties that the runs of a task must share, and the keys that change them. If a comparison
+# varies such a key, only runs with the same value of this key must share the property.
 SHARED = {
     "text": ("vocab_size", "tokenizer"),
     "context": ("context",),
@@ -67,7 +67,7 @@ class Comparison:
         return len(self.groups[name]) + self.diverged[name]
 
     def tokens_until_solved(self, name: str) -> float:
-        """Return the median number of tokens that a seed needs to solve its task; NaN if none does."""
+        """Return the median number of tokens until a seed solves the task; NaN if no seed does."""
         tokens = []
         for run in self.groups[name]:
             solved = [line["tokens"] for line in run.lines if line.get(run.metric, 0.0) >= SOLVED]
@@ -91,7 +91,7 @@ def sort_runs(runs: list[Run]) -> Comparison:
     groups = group_by_variant(judged)
     baseline = runs[0].baseline or runs[0].name
     if runs[0].baseline is None and judged and judged[0] is runs[0]:
-        # The group of the first run may have another title than the run's name.
+        # The group of the first run may be named after its folder.
         first_group, *_ = groups
         baseline = first_group
     if baseline not in groups:
@@ -111,9 +111,9 @@ def sort_runs(runs: list[Run]) -> Comparison:
 
 
 def require_shared(runs: list[Run]) -> None:
-    """Raise ValueError if runs of a task differ in one of SHARED that no comparison varies."""
+    """Raise ValueError if runs of a task differ in a SHARED property that no comparison varies."""
     for name, keys in SHARED.items():
-        places = {}  # the folder of the first run, by the values of the varied keys
+        places = {}  # value and folder of the first run, by the values of the varied keys
         for run in runs:
             if run.has_diverged:
                 continue
@@ -162,7 +162,7 @@ def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> d
 
 
 def judge_task(comparison: Comparison) -> dict[str, str]:
-    """Judge the variants by the number of seeds that solve a task. A diverged seed does not."""
+    """Judge the variants by the number of seeds that solve a task; a diverged seed does not."""
     num_others = len(comparison.others)
     texts = {}
     for name in comparison.others:

@@ -1,4 +1,4 @@
-"""Train many runs, each in its own process: one at a time, or one per GPU."""
+"""Train many runs, each in its own process: one at a time, one per GPU, or several on a CPU."""
 
 import math
 import os
@@ -64,7 +64,7 @@ class Job:
         print0(f"{self.run_dir.name}: {outcome}")
 
     def prepare(self) -> None:
-        """End the job if it cannot or need not be trained; else make room for its run."""
+        """End the job if it cannot or need not be trained; else set an outdated run aside."""
         self.match_baseline()
         if self.outcome is not None:
             return
@@ -82,13 +82,13 @@ class Job:
             self.run = run
             self.end("finished before")
         elif is_in_use(self.run_dir):
-            self.end("still being trained by an earlier command. fix: run this one again later")
+            self.end("still being trained by an earlier command. fix: repeat this command later")
         elif different:
             print0(f"{self.run_dir.name}: training again, with different {', '.join(different)}")
             set_aside(self.run_dir)
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; if time is limited, train on the baseline's token count."""
+        """Compile if the baseline did; with the same limits of length, train on as many tokens."""
         if self.baseline is None:
             return
         ends = ("max_minutes", "tokens_per_parameter", "steps")
@@ -126,7 +126,7 @@ class Job:
             )
 
     def finish(self, code: int) -> None:
-        """Record the run that train.py has ended with this exit code."""
+        """End the job, given train.py's exit code; record the run if it finished or diverged."""
         if code == 0:
             self.run = Run.read(self.run_dir)
             outcome = f"{self.run.loss:.4f} {self.run.metric_name}"
@@ -188,7 +188,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def train_all(jobs: list[Job]) -> None:
-    """Train the unfinished jobs, one at a time on each GPU; baselines must come first.
+    """Train the unfinished jobs, one at a time in each environment; baselines must come first.
 
     On a signal, all runs save, and the process exits.
     """

@@ -12,9 +12,9 @@ from tools.compare.statistics import Verdict, with_interval
 MAX_WARMUP = 0.05  # largest share of a run's steps
 CAPTION = """
 Each size has its own intervals, as in its table. A lead or a deficit grows or shrinks if the
-intervals of the smallest and the largest size do not overlap. A size counts only if its warm-up takes
-at most 5 % of the steps, because shorter runs have hardly begun to learn. A trend describes only
-these sizes.
+intervals of the smallest and the largest size do not overlap. A size counts only if its warm-up
+takes at most 5 % of the steps, because shorter runs have hardly begun to learn. A trend describes
+only these sizes.
 """
 
 
@@ -48,7 +48,7 @@ def make_ladder(
         row = {"variant": name}
         for comparison, each in zip(comparisons, verdicts, strict=True):
             row[f"dim {comparison.dim}"] = with_interval(*each[name][:3])
-        rows.append(row | {"verdict there": verdicts[-1][name].text, "trend": trends[name]})
+        rows.append(row | {"verdict, largest size": verdicts[-1][name].text, "trend": trends[name]})
 
     largest = comparisons[-1]
     answer = f"At dim {largest.dim}, the largest size: {answers[largest.dim]}"

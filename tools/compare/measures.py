@@ -9,9 +9,9 @@ from tools.latency import MIN_CONTEXT, latencies
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure runs that have a checkpoint but no such results, and store the results in the records.
+    """Measure runs that have a checkpoint but lack a measurement, and record the results.
 
-    Decoding is measured for the first run of each variant of a task.
+    Decoding is measured only for the first run of each variant of a task.
     """
     judged = [run for run in runs if run.factor is None and run.lines and is_intact(run)]
     firsts = {}

@@ -62,7 +62,7 @@ class Variant:
         return job
 
     def search(self) -> list[Job]:
-        """Return the next runs of the search for the best factor; none once the search is over."""
+        """Return the next jobs of the search for the best factor; once it is over, set `factor`."""
         runs = [job.run for job in self.searched if job.run is not None]
         losses = rate_losses(runs)
         has_failed = len(runs) < len(self.searched)  # a failed run would fail again if repeated
@@ -90,9 +90,9 @@ def plan_variants(
 ) -> list[Variant]:
     """Plan the variants, the baseline first, and prepare their text.
 
-    Runs go to `folder`, or to a folder shared by all comparisons with the same baseline; the search
-    for learning rates uses a separate folder. Raises ValueError for variants that cannot be
-    compared, and exits with code 2 for overrides that cannot be trained here.
+    Runs go to `folder`. If it is None, they go to a folder shared by all comparisons with the same
+    baseline, `match` and `has_search`. Raises ValueError for variants that cannot be compared, and
+    exits with code 2 for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
@@ -158,7 +158,7 @@ def open_text(
 def train_variants(variants: list[Variant], has_search: bool) -> list[Job]:
     """Train all missing runs, beginning with the learning-rate search, and return all jobs."""
     jobs = []
-    # Search until no variant has its best rate at the edge of the tried range.
+    # Search until no variant has another factor to try.
     if has_search:
         while searching := [job for variant in variants for job in variant.search()]:
             jobs += train_after(jobs, searching)

@@ -35,7 +35,7 @@ MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # if a variant's seeds differ more in speed, their range is shown
+MAX_SPREAD = 1.2  # if the fastest seed is faster by a higher factor, the range is shown
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Comparison</title>
@@ -65,14 +65,14 @@ SECTION = """<h1>{title}</h1>
 <p>{caption}</p>
 """
 LOSSES = """
-Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better (blue) or
-worse (orange): the interval excludes zero. As good: it ends below {margin:g}, the dotted line. Which
-of several better variants is best was not tested. Each dot in the figure is a seed.
+Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better (blue)
+or worse (orange): the interval excludes zero. As good: it ends below {margin:g}, the dotted line.
+Which of several better variants is best was not tested. Each dot in the figure is a seed.
 """
 SEEDS = """
-A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: significantly more or
-fewer seeds than {baseline} (Fisher's exact test). Always guessing the most frequent answer gives
-{floor:.1f} %. Each dot in the figure is a seed; equal ones hide each other.
+A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: significantly more
+or fewer seeds than {baseline} (Fisher's exact test). Guessing the most frequent answer of each row
+gives {floor:.1f} %. Each dot in the figure is a seed; equal ones hide each other.
 """
 
 
@@ -84,7 +84,7 @@ class Section(NamedTuple):
     """The part of a report about one task and model size, or about all sizes."""
 
     title: str
-    answer: str  # one sentence
+    answer: str  # one or two sentences
     gaps: str  # what a reliable answer lacks; "" if nothing
     figure: Figure | None
     table: DataFrame
@@ -109,10 +109,10 @@ class Section(NamedTuple):
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures into `folder`, and return the summary.
 
-    `runs` are finished runs, and the variant of the first one is the baseline; `problems` maps the
-    folder name of each other run to the reason for leaving it out. A variant is as good as the
-    baseline if it is within `margin`. Raises ValueError if there are no runs, or if runs cannot be
-    compared.
+    `runs` are finished runs, and the first one determines the baseline; `problems` maps the folder
+    name of each other run to the reason for leaving it out. A variant is as good as the baseline if
+    the interval of its difference ends below `margin`. Raises ValueError if there are no runs, or
+    if runs cannot be compared.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
@@ -156,7 +156,7 @@ def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin
 def make_section(comparison: Comparison, title: str, margin: float) -> Section:
     """Judge the runs of one task and size."""
     if not comparison.groups:
-        answer = f"No answer yet: no run of {comparison.baseline}, the baseline, has finished."
+        answer = f"No answer yet: no run of {comparison.baseline}, the baseline, can be judged."
         return Section(title, answer, "", None, DataFrame(), "")
     judge = judge_seeds if comparison.is_task else judge_texts
     answer, remedies, cells, figure, caption = judge(comparison, margin)
@@ -198,12 +198,12 @@ def judge_texts(comparison: Comparison, margin: float) -> Judgment:
     if detectable:
         caption += f"A difference of {max(detectable):.2g} would have been found (80 % power). "
     if is_unequal:
-        caption += "Spreads differ, so the intervals are from Welch's tests (Bonferroni)."
+        caption += "The spreads differ, so the intervals are from Welch's tests (Bonferroni)."
     return answer, remedies, cells, figure, caption
 
 
 def judge_seeds(comparison: Comparison, _: float) -> Judgment:
-    """Judge the variants by the number of seeds that solve a task; their mean means little."""
+    """Judge the variants by the number of seeds that solve a task; mean accuracies say little."""
     baseline = comparison.baseline
     task = comparison.first.task
     texts = judge_task(comparison)
@@ -214,7 +214,7 @@ def judge_seeds(comparison: Comparison, _: float) -> Judgment:
     data, remedies = find_gaps(comparison, min_seeds)
     answer, best = choose(comparison, texts, data, remedies)
     if best is not None:
-        answer += f" {solved[best]} seeds solve {task}, and {solved[baseline]} of {baseline}."
+        answer += f" {solved[best]} seeds solve {task}, and {solved[baseline]} seeds of {baseline}."
     elif not any(map(comparison.num_solved, comparison.groups)):
         answer = f"No variant solves {task}."
     elif comparison.num_solved(baseline) == comparison.num_seeds(baseline) >= MIN_SEEDS:
@@ -248,7 +248,7 @@ def losses_of(comparison: Comparison) -> Samples:
 def choose(
     comparison: Comparison, texts: dict[str, str], data: list[str], remedies: list[str]
 ) -> tuple[str, str | None]:
-    """Say which variant to take and whether that is certain; also return it, if it is better.
+    """Return the answer, and the variant to take if one is better than the baseline.
 
     `texts` has the verdict on each variant, and `data` and `remedies` are from find_gaps().
     """
@@ -291,7 +291,7 @@ def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
 
 
 def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[str]]:
-    """Return what there is too little of, such as seeds, and what would close all gaps."""
+    """Return descriptions of missing data, such as seeds, and the remedies for all gaps."""
     groups = comparison.groups
     data = []
     remedies = []
@@ -319,7 +319,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
         data.append(f"{ratio:g} of {MIN_TOKENS} needed tokens per parameter")
         remedies.append(f"{MIN_TOKENS} tokens per parameter (steps={steps} max_minutes=null)")
 
-    # The default rates are scaled to the model and the run, but not tuned for the variant.
+    # Default learning rates are scaled to the model and the run, but not tuned for the variant.
     untuned = [name for name, runs in groups.items() if runs[0].name not in comparison.losses]
     if untuned:
         remedies.append("learning rates tuned for each variant (--tune)")
@@ -330,7 +330,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
 
 
 def cost_cells(comparison: Comparison, name: str) -> dict[str, str]:
-    """Return what a variant costs, and the parts of its loss, by column title."""
+    """Return a variant's costs, the parts of its loss, and its best factor, by column title."""
     runs = comparison.groups[name]
     first = runs[0]
     cells = {
@@ -356,7 +356,7 @@ def mean(runs: list[Run], measure: Callable[[Run], float], form: str) -> str:
 
 
 def have_same_machine(comparison: Comparison) -> bool:
-    """Whether all runs had the same kind of machine, so that their training speeds are comparable."""
+    """Whether all runs agree in SPEED_KEYS, so that their training speeds are comparable."""
     machines = set()
     for runs in comparison.groups.values():
         for run in runs:
@@ -366,7 +366,7 @@ def have_same_machine(comparison: Comparison) -> bool:
 
 
 def speed_range(runs: list[Run]) -> str:
-    """Return the mean training speed, or the range if other programs slowed some of the runs."""
+    """Return the mean training speed, or its range if it varies by more than MAX_SPREAD."""
     if has_one_speed(runs):
         return mean(runs, speed_of, ",.0f")
     slowest, fastest = (end(map(speed_of, runs)) for end in (min, max))

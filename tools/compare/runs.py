@@ -121,14 +121,18 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """Accuracy on a task; on text, bits per byte, or nats per token without a byte count."""
+        """The key of `loss` in an evaluation.
+
+        It is the accuracy on a task. On text, it is bits per byte, or nats per token if the number
+        of bytes is unknown.
+        """
         if self.task != "text":
             return f"{self.task}_accuracy"
         return "val_loss" if self.last["val_bpb"] is None else "val_bpb"
 
     @property
     def held_out_bytes(self) -> int | None:
-        """The size of the evaluated text, which no tokenizer changes; None if it is unknown."""
+        """The size of the evaluated text in bytes, with any tokenizer; None if it is unknown."""
         if self.last.get("val_bpb") is None:
             return None
         # Every token but the first is a target.
@@ -248,8 +252,8 @@ def group_by_variant(runs: list[Run]) -> Groups:
                 break
             if run.baseline is not None:
                 raise ValueError(
-                    f"two variants have the same name ({group[0].folder} and {run.folder} differ in "
-                    f"{', '.join(sorted(different))}). fix: report on them separately"
+                    f"two variants have the same name ({group[0].folder} and {run.folder} differ "
+                    f"in {', '.join(sorted(different))}). fix: report on them separately"
                 )
         else:
             groups.append([run])

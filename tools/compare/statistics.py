@@ -41,7 +41,8 @@ def judge(
     A variant is as good as the baseline if the upper bound of its interval is within `margin`. The
     intervals come from Dunnett's many-to-one test, J. Am. Stat. Assoc. 50 (1955), with the variance
     pooled over all samples; if `spreads_differ`, they come from Welch's t-tests with Bonferroni's
-    correction. Seeds are not paired: equal seeds do not make the losses of two variants more similar.
+    correction. Seeds are not paired: equal seeds do not make the losses of two variants more
+    similar.
     """
     judged = {name: values for name, values in variants.items() if has_spread(values)}
     if not has_spread(baseline):

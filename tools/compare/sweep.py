@@ -14,7 +14,7 @@ TOKENIZERS = ("data.vocab_size", "data.tokenizer")  # the keys of the data that 
 def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra sweeps (A,B or range or glob).
 
-    Raises OverrideError for an unknown key or choice, and ValueError for a value of the first
+    Raises OverrideError for an unknown key or preset, and ValueError for a value of the first
     variant that train.py does not accept, and for values that would make runs incomparable.
     """
     sweep = {}
@@ -39,7 +39,8 @@ def name_variants(sweep: Sweep) -> Variants:
 
     Raises ValueError if two combinations have the same name.
     """
-    # A single variant is named after its attention, followed by the attention's own settings.
+    # A single variant is named after its attention, if one is given. A name with an option of the
+    # attention also contains the attention.
     named_keys = [key for key, values in sweep.items() if len(values) > 1 or key == "name"]
     if not named_keys or any(key.startswith("attention.") for key in named_keys):
         named_keys.append("attention")
@@ -54,7 +55,7 @@ def name_variants(sweep: Sweep) -> Variants:
                     parts.append(key.rpartition(".")[2])
                 parts.append(value)
 
-        # A name is also a folder name: letters, digits, dots and dashes.
+        # A name is also a folder name: letters, digits, underscores, dots and dashes.
         name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants have the same name ({name}). fix: leave one out")

@@ -1,4 +1,4 @@
-"""Find the best learning rate of a variant from its losses at a few rates."""
+"""Find the best learning rate of a variant from its losses at a few learning rates."""
 
 import math
 from collections import defaultdict
@@ -11,11 +11,11 @@ from tools.compare.runs import Run
 
 FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)  # factors that multiply all learning rates in the settings
 FARTHEST = 64.0  # the range is not extended beyond this factor, nor below its inverse
-Losses = dict[float, float]  # by factor of the rates, in powers of two; inf if diverged
+Losses = dict[float, float]  # by factor of the learning rates, a power of two; inf if diverged
 
 
 class Optimum(NamedTuple):
-    """The best factor for the rates.
+    """The best factor for the learning rates.
 
     If `is_inside` is false, it is the lowest or highest one tried, and a better factor may lie
     outside.
@@ -31,7 +31,10 @@ def best_factor(losses: Losses) -> float:
 
 
 def next_factor(losses: Losses) -> float | None:
-    """Return the next factor to try if the best factor is the lowest or highest one; else None."""
+    """Return the next factor to try if the best factor is the lowest or highest one; else None.
+
+    Also returns None if the range has reached its limit.
+    """
     best = best_factor(losses)
     if best == max(losses) and best < FARTHEST:
         return 2 * best
@@ -41,7 +44,7 @@ def next_factor(losses: Losses) -> float | None:
 
 
 def find_optimum(losses: Losses) -> Optimum:
-    """Fit a parabola in the log of the rate to the best factor and all factors within 4x of it.
+    """Fit a parabola over the log of the factor to the losses at factors within 4x of the best.
 
     Marin's sweeps of GQA and MLA do the same: github.com/marin-community/marin/issues/7381.
     Diverged runs are left out. The optimum stays within one step of the best factor, and does not

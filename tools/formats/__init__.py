@@ -1,1 +1,1 @@
-"""Model files: conversion between attention variants, and to and from `transformers`."""
+"""Convert models and their configs to and from `transformers`."""

@@ -12,7 +12,7 @@ LayerConfigs = list[dict]
 TRANSFORMER = "model.transformer.Transformer"
 RECURRENT = "model.attention.recurrent.GatedRecurrence"
 LATENT = "model.attention.mla.LatentAttention"
-# SoftmaxAttention without any of its options.
+# SoftmaxAttention with all of its options off.
 PLAIN_SOFTMAX = {
     "_target_": "model.attention.softmax.SoftmaxAttention",
     "_partial_": True,
@@ -25,8 +25,8 @@ PLAIN_SOFTMAX = {
     "gated": False,
     "bias": False,
 }
-# Options that never prevent an export: they do not change logits, or every class that has their
-# mechanism has an entry for them.
+# Options that do not prevent an export, unless a class requires a value: they do not change logits,
+# or every class that has their mechanism has an entry for them.
 EXPRESSED = {
     "_target_",
     "_partial_",
@@ -78,7 +78,7 @@ class Architecture:
     # Options of the model that must have these values.
     fixed_model_options = {}
     # Options of the attention that must have these values, and those that may have any value. All
-    # others must have the values in PLAIN_SOFTMAX.
+    # others in PLAIN_SOFTMAX must have its values.
     fixed_options = {}
     free_options = ("bias",)
     # Required options of gated recurrences. A class without recurrences requires the `_target_` of
@@ -88,7 +88,7 @@ class Architecture:
     constants = {}
     option_entries = {}
     names = LLAMA_NAMES
-    # Suffixes of our parameters that the class lacks and that must be zero.
+    # Suffixes of the names of our parameters that the class lacks and that must be zero.
     zeros = ()
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
@@ -125,7 +125,7 @@ class Architecture:
         return unfit
 
     def required_options(self, layer: dict) -> dict:
-        """Return the required values of a layer's options, excluding the free options."""
+        """Return the required values of a layer's options; values of free options do not matter."""
         if layer["_target_"] == RECURRENT:
             return self.recurrent_options
         return PLAIN_SOFTMAX | self.fixed_options
@@ -153,7 +153,10 @@ class Architecture:
 
 
 def common_value(layers: LayerConfigs, option: str, default: object = None) -> object:
-    """Return the value of an option in all layers that have it. Raises ValueError if they differ."""
+    """Return the value of an option in all layers that have it; `default` if no layer has it.
+
+    Raises ValueError if the values differ.
+    """
     values = [layer[option] for layer in layers if option in layer]
     # Layers without a window, chunk or RoPE may be mixed with layers that have one.
     if option in ("window", "chunk", "rope_base"):
@@ -163,8 +166,8 @@ def common_value(layers: LayerConfigs, option: str, default: object = None) -> o
     common = values[0]
     if any(value != common for value in values):
         raise ValueError(
-            f"no known transformers class supports layers with different {option} ({values}). fix: train "
-            f"again with the same attention.{option} in all layers"
+            f"no known transformers class supports layers with different {option} ({values}). fix: "
+            f"train again with the same attention.{option} in all layers"
         )
     return common
 

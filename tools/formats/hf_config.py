@@ -77,8 +77,9 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     layers = attention_options(tree)
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
-    # If an option is null, the attention derives its value and stores it in an attribute of the same
-    # name. The attribute for the scaling is an object, so the scaling is written as in the tree.
+    # If an option is null, the attention derives its value and stores it in an attribute of the
+    # same name. The attribute for the scaling is an object, so the scaling is written as in the
+    # tree.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         scaling = layer.get("rope_scaling")
         layer |= vars(block.attention) | {"rope_scaling": scaling}
@@ -214,7 +215,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
         raise ValueError("layer_types or no_rope_layers do not match num_hidden_layers")
-    # Layers of the same type are one kind if all of them have RoPE or all of them lack it.
+    # The layers of a type with RoPE are one kind, and the layers of this type without RoPE another.
     kinds = {}
     pattern = []
     for layer_type, has_rope_here in zip(types, has_rope, strict=True):

@@ -64,8 +64,8 @@ def rope_from_hf(config: dict) -> dict:
     is_default = rope_type == "default"
     if unknown_keys or (known is None and not is_default):
         raise ValueError(
-            f"unsupported RoPE parameters (config.json: {parameters}). fix: use only the parameters "
-            f"of rope_type default or one of {', '.join(SCALINGS)}"
+            f"unsupported RoPE parameters (config.json: {parameters}). fix: use only the "
+            f"parameters of rope_type default or one of {', '.join(SCALINGS)}"
         )
     if known is None:
         return {"rope_base": base, "rope_scaling": None}

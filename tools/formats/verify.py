@@ -125,7 +125,7 @@ def example_row(tree: dict) -> Tensor:
 
 
 def logits_differ(ours: Tensor, theirs: Tensor) -> str | None:
-    """Describe how logits (1, T, V) differ from transformers' logits; None if they are equal."""
+    """Describe how logits (1, T, V) differ from transformers' logits; None if within TOLERANCE."""
     difference = (ours - theirs).abs().max().item()
     spread = theirs.std().item()
     if difference <= TOLERANCE * spread:
@@ -134,7 +134,7 @@ def logits_differ(ours: Tensor, theirs: Tensor) -> str | None:
 
 
 def tokenizers_differ(ours: Tokenizer, theirs) -> str | None:
-    """Describe the first text with other ids or decoded text than in transformers; None if equal.
+    """Describe the first text that transformers encodes or decodes differently; None if all agree.
 
     `theirs` is a tokenizer of transformers. In transformers, an empty prompt has no ids unless the
     tokenizer prepends BOS; ours is then BOS.

@@ -1,4 +1,4 @@
-"""Attention in torch's operations: in blocks of queries, for every case, eager or compiled."""
+"""Attention in blocks of queries, written in torch's operations. It supports every case."""
 
 import math
 from typing import Any
@@ -11,11 +11,12 @@ from model.attention.kernels.definition import HAS_AMX, Case, add_bias, expand_h
 from model.layers import apply_softcap, fp32
 
 BLOCK_SIZE = 128  # minimum number of queries in a block
-# Compile time grows with the number of blocks, so compiled code uses larger blocks for long texts.
+# Compile time grows with the number of blocks, so compiled code uses larger blocks for many tokens.
 MAX_BLOCKS = 8
 # Up to this many tokens, compiled blocks replace the fused kernel on a CPU in bf16, because they
-# are faster there (in fp32, they are not). For longer texts, the T^2 exponentials that they save
-# per head take too much memory, and with AMX, the fused kernel is faster (docs/dev/log.md).
+# are faster there (in fp32, they are not). For longer sequences, the T^2 exponentials per head that
+# they keep for the backward take too much memory, and with AMX, the fused kernel is faster
+# (docs/dev/log.md).
 MAX_COMPILED_TOKENS = 1024 if HAS_AMX else 2048
 
 
@@ -24,10 +25,11 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """Compiled code, for a single query on a GPU, or for short causal sequences on a CPU in bf16.
+    """Whether compiled code attends from a single query, or over a short sequence on a CPU in bf16.
 
-    A single query then needs no matrix product. On a CPU, a single query comes here only if keys
-    and values differ in width, which torch's fused kernel for CPUs does not support.
+    A single query then needs no matrix product. On a CPU, it is preferred here only if keys and
+    values differ in width, which torch's fused kernel for CPUs does not support. A short sequence
+    must have a plain causal mask.
     """
     if not case.is_compiled:
         return False
@@ -66,11 +68,12 @@ def run(case: Case) -> Tensor:
 
 
 def attend_block(case: Case, first: int = 0) -> Tensor:
-    """Compute attention with a softmax that is written out.
+    """Compute attention with each step of the softmax in a separate operation.
 
-    The division by its sum follows the product with v; in fp16 it precedes it, because the
-    unnormalized product may overflow. The backward uses the saved exponentials, in the dtype of v,
-    instead of fp32 scores. `first` is the index of the block's first query among all T queries.
+    The exponentials are multiplied by v, and the product is divided by their sum. In fp16, this
+    product may overflow, so the exponentials are divided first. The backward uses the saved
+    exponentials, in the dtype of v, instead of fp32 scores. `first` is the index of the block's
+    first query among all T queries.
     """
     q, k, v, mask, options, *_ = case
     k = expand_heads(k, q)

@@ -18,10 +18,11 @@ KERNELS = (flex, decode, blocks, fused)  # in order of preference
 
 
 def choose(case: Case) -> ModuleType:
-    """Return the first kernel that supports and prefers a case, or else `blocks`, which always can.
+    """Return the first kernel that supports and prefers a case, or else `blocks`.
 
-    The choice depends only on the case and on what the processor or GPU can do, never on measured
-    times, so equal runs use equal kernels.
+    The choice depends only on the case, on the features of the processor or GPU, on whether
+    gradients are enabled, and on whether the C++ code of decode.py is loaded. It never depends on
+    measured times, so equal runs use equal kernels.
     """
     for kernel in KERNELS:
         if kernel.supports(case) and kernel.prefers(case):
@@ -69,7 +70,7 @@ class AttentionKernel(nn.Module):
         dropout = self.dropout if self.dropout > 0 and self.training else 0.0
         options = ScoreOptions(scale, self.softcap, score_bias, token_bias, sink, dropout)
 
-        # Kernels have heads before tokens.
+        # In the arguments of a kernel, heads come before tokens.
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)

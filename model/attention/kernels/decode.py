@@ -8,11 +8,14 @@ from torch import Tensor
 
 from model.attention.kernels.definition import HAS_AMX, HAS_AVX512, Case, is_plain_softmax
 
-MIN_SHARED_SIZE = 200_000  # numbers in the keys of all rows
+MIN_SHARED_SIZE = 200_000  # elements in the keys of all rows
 
 
 def supports(case: Case) -> bool:
-    """One query per row, in inference, if inference/quantize.py has loaded the C++ code."""
+    """Whether each row has one query and a plain softmax in fp32 or bf16, without gradients.
+
+    inference/quantize.py must have loaded the C++ code.
+    """
     q, k, v, mask, options, *_ = case
     # The code has no backward pass.
     if torch.is_grad_enabled() or not hasattr(torch.ops.attend, "decode_attention"):
@@ -24,10 +27,10 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """All cases, except two that torch's fused kernel computes in less time (docs/dev/log.md).
+    """Whether this takes less time than torch's fused kernel (docs/dev/log.md).
 
-    It does in bf16 with AMX and, with AVX-512, if all query heads share one key head, as in MLA,
-    and there are many keys.
+    The fused kernel is faster in bf16 with AMX. With AVX-512, it is also faster if all query heads
+    share one key head, as in MLA, and there are many keys.
     """
     if HAS_AMX and case.q.dtype == torch.bfloat16:
         return False

@@ -1,8 +1,9 @@
 """Softmax attention by its definition, which every kernel must match, and a kernel's arguments.
 
 q (B, H, T, E), k (B, K, S, E), v (B, K, S, F) and mask (B, 1, T, S) -> (B, H, T, F). H is a
-multiple of K. True in the mask means visible; a mask that differs between heads is (B, H, T, S).
-mask=None means plain causal attention with T = S, which needs no mask in memory.
+multiple of K. True in the mask means visible; a mask that differs between heads is (B, H, T, S),
+and a mask that is equal in all rows may be (1, 1, T, S). mask=None means plain causal attention
+with T = S, which needs no mask in memory.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 from model.context import MaskRule
 from model.layers import apply_softcap, fp32
 
-HAS_AMX = torch.cpu._is_amx_tile_supported()  # matrix products in bf16 in the processor
+HAS_AMX = torch.cpu._is_amx_tile_supported()  # the processor multiplies matrices in bf16
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 # (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.
@@ -41,14 +42,14 @@ class ScoreOptions(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The arguments of a kernel; its `supports` and `prefers` decide from them."""
+    """The arguments of a kernel, and of its `supports` and `prefers`."""
 
     q: Tensor  # (B, H, T, E)
     k: Tensor  # (B, K, S, E)
     v: Tensor  # (B, K, S, F)
-    mask: Tensor | None  # (B, 1, T, S) or (B, H, T, S); None: causal
+    mask: Tensor | None  # (B or 1, H or 1, T, S); None: causal
     options: ScoreOptions
-    rule: MaskRule | None = None  # computes the mask; None if it has to be read
+    rule: MaskRule | None = None  # computes the mask; without it, `mask` is read
     is_compiled: bool = False  # whether torch.compile compiles the kernel
 
 
@@ -95,6 +96,6 @@ def expand_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def is_plain_softmax(options: ScoreOptions) -> bool:
-    """Whether the weights are a softmax of the scaled products, with no bias of any kind."""
+    """Whether the weights are a softmax of the scaled products, without soft-cap, bias or sink."""
     has_bias = options.bias is not None or options.token_bias is not None
     return options.softcap is None and options.sink is None and not has_bias

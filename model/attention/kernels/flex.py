@@ -14,18 +14,18 @@ from model.layers import apply_softcap, fp32
 
 BLOCK_SIZE = 128  # number of queries and keys in a block of the block mask
 MIN_WIDTH = 16  # of heads; Inductor refuses narrower ones (kernel/flex/flex_attention.py)
-# The largest size of a head, in bytes, that fits into the shared memory of any GPU since Ampere: a
-# width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of 192 in bf16
+# The largest size of a head, in bytes, that fits into the shared memory of every GPU from Ampere
+# on: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of 192 in bf16
 # (backward), and 134,144 at 128 in fp32 (forward); consumer GPUs have 101,376.
 MAX_HEAD_BYTES_ANY_GPU = 256
 MAX_FP32_WIDTH = 128  # a block takes 362,496 bytes at 136 in fp32, and an H100 has 232,448
-LARGE_SHARED_MEMORY = 120_000  # bytes per block: A100 has 166,912
+LARGE_SHARED_MEMORY = 120_000  # bytes per block, more than consumer GPUs have; an A100 has 166,912
 
 
 def supports(case: Case) -> bool:
-    """Compiled code on a GPU, without a cache, without dropout, and with heads that fit.
+    """Whether this is compiled code on a GPU, without a cache or dropout, with heads that fit.
 
-    It does not support a token bias combined with a soft-cap.
+    A token bias cannot be combined with a soft-cap.
     """
     has_cache = case.q.shape[2] != case.k.shape[2]
     if not case.is_compiled or not case.q.is_cuda or has_cache or case.options.dropout > 0:
@@ -39,7 +39,7 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """All cases except plain causal attention, for which torch's fused kernels are faster."""
+    """Whether there is a mask, or the case is not supported by `fused`, which is faster."""
     return case.mask is not None or not fused.supports(case)
 
 

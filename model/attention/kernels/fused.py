@@ -1,6 +1,7 @@
-"""torch's fused attention: FlashAttention or cuDNN on a GPU, a kernel without scores on a CPU.
+"""torch's fused attention, F.scaled_dot_product_attention.
 
-It supports no soft-cap, bias or sink.
+On a GPU, torch chooses FlashAttention, cuDNN or its memory-efficient kernel. The kernel for a CPU
+stores no scores. Soft-caps, sinks and score biases are not supported.
 """
 
 import torch
@@ -12,10 +13,10 @@ from model.attention.kernels.token_bias import append_token_bias
 
 
 def supports(case: Case) -> bool:
-    """A plain softmax, or on a GPU one with a token bias and several queries.
+    """Whether this is a plain softmax or, on a GPU with several queries, one with a token bias.
 
-    A GPU folds the token bias into the products, but not for a single query, because this would
-    copy all keys. A CPU adds the bias to the scores instead, which is exact in any dtype.
+    On a GPU, the token bias becomes part of the products, except with a single query, because this
+    would copy all keys. On a CPU, `blocks` adds it to the scores, which is exact in any dtype.
     """
     options = case.options
     if case.q.is_cuda and case.q.shape[2] > 1:
@@ -35,7 +36,7 @@ def run(case: Case) -> Tensor:
         q, k = append_token_bias(q, k, options)
         v = F.pad(expand_heads(v, q), (0, q.shape[-1] - width))
     elif q.shape[2] == 1 and mask is not None:
-        # A decode step. The query heads of a key head become the rows of one matrix product.
+        # A decode step. Query heads that share a key head become the rows of one matrix product.
         folded_q, folded_mask = fold_query_heads(q, k, mask)
         y = F.scaled_dot_product_attention(
             folded_q, k, v, folded_mask, options.dropout, scale=options.scale
@@ -74,7 +75,7 @@ def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
 
 
 def fold_query_heads(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Treat the query heads of a key head as queries: q (B, H, 1, E) -> (B, K, H / K, E).
+    """Treat query heads that share a key head as queries: q (B, H, 1, E) -> (B, K, H / K, E).
 
     A kernel can then read keys and values (B, K, S, E) in place, without a copy for each query
     head. The mask (B or 1, H or 1, 1, S) becomes (B or 1, K or 1, H / K or 1, S).

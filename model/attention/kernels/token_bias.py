@@ -20,9 +20,9 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
     are three copies of BIAS_UNIT, the three parts of the key's bias and padding.
     """
     # Without a sink, a query's bias does not change the softmax, so its exact gradient is 0. Its
-    # computed gradient consists of rounding errors, which partly cancel those of the key's
-    # gradient. Both biases are computed from the same gates, so this gradient makes the gradient of
-    # the gates more accurate.
+    # computed gradient consists of rounding errors, which partly cancel the rounding errors in the
+    # gradient of the key's bias. Both biases are computed from the same gates, so this gradient
+    # makes the gradient of the gates more accurate.
     unit_scale = 1 / (options.scale * BIAS_UNIT)
     query_parts = SplitInThree.apply(options.token_bias.query * unit_scale).type_as(q)
     key_parts = SplitInThree.apply(options.token_bias.key * unit_scale).type_as(k)

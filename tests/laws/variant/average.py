@@ -14,7 +14,7 @@ from run.ranges import NonNegativeFloat
 
 
 class RunningAverage(Attention):
-    """`offset` is the state before the first token."""
+    """The state before the first token ranges from -`offset` to `offset` over the features."""
 
     def __init__(self, spec: LayerSpec, *, offset: NonNegativeFloat):
         super().__init__()
