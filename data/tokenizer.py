@@ -41,8 +41,8 @@ class Tokenizer(ABC):
     """Base class of tokenizers, which encodes documents and prompts in the same way for all.
 
     A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
-    generation, it is written only once between two documents. `files` maps the names of the files
-    that load() reads to their contents.
+    generation, it is written only once between two documents. `files` holds the contents of the
+    files that load() reads, by file name.
     """
 
     FILE: str  # the name of the tokenizer's own file

@@ -126,9 +126,9 @@ def hard_exit() -> Iterator[None]:
 
 
 def flush(stream: IO | None) -> None:
-    """Flush a stream; if that fails, discard what it holds before raising OSError.
+    """Flush a stream; if that fails, redirect it to os.devnull and raise OSError.
 
-    Otherwise, Python would flush it again at exit, and change the exit code.
+    Otherwise, the flush at Python's exit would also fail, and change the exit code.
     """
     if stream is None or stream.closed:
         return

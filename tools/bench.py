@@ -346,8 +346,8 @@ def llama_config(settings: Settings) -> dict:
     config = hf_config.to_hf_config(settings.model)
     if config["model_type"] != "llama" or settings.document_mask:
         raise ValueError(
-            "LlamaForCausalLM cannot express this model. fix: attention=llama, without other "
-            "overrides"
+            "LlamaForCausalLM cannot express this model. fix: attention=llama ffn=swiglu "
+            "norm=rmsnorm document_mask=false"
         )
     return config
 

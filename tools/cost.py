@@ -66,7 +66,9 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
         ["name=cost", "batch_tokens=${context}", *overrides, f"attention={attention}"]
     )
     if settings.init_from is not None:
-        raise ValueError(f"no model is loaded (init_from={settings.init_from}). fix: leave it out")
+        raise ValueError(
+            f"this command loads no model (init_from={settings.init_from}). fix: leave out init_from"
+        )
     sizes = check_buildable(settings).model
     if settings.data.get("tokenizer"):
         sizes["vocab_size"] = Tokenizer.load(settings.data["tokenizer"]).vocab_size

@@ -128,7 +128,7 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
         else:
             theirs = read_sentencepiece(folder, config)
         if not theirs.is_fast:
-            raise ValueError(f"{type(theirs).__name__} has no tokenizer.json")
+            raise ValueError(f"{type(theirs).__name__} cannot be saved as tokenizer.json")
         files = {}
         with TemporaryDirectory() as saved:
             # Chat templates are saved in tokenizer_config.json.
