@@ -223,11 +223,13 @@ def optimizer_state(model: nn.Module, optimizers: list[Optimizer], ranks: Ranks)
     names = {p: name for name, p in model.named_parameters()}
     state = {}
     for optimizer in optimizers:
-        for p, values in optimizer.state.items():
-            state[names[p]] = {
-                key: ranks.gather_to_rank0(value) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                # A parameter that has never had a gradient has no state.
+                state[names[p]] = {
+                    key: ranks.gather_to_rank0(value) if isinstance(value, Tensor) else value
+                    for key, value in optimizer.state.get(p, {}).items()
+                }
     return state
 
 

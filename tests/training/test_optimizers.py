@@ -16,7 +16,8 @@ from training.rates import Reference
 
 
 def sgd(model: nn.Module, *, lr: float):
-    """An optimizer that this repository does not include."""
+    """An optimizer that this repository does not include, and a parameter without a state."""
+    model.norm.weight.requires_grad_(False)
     return [SGD(model.parameters(), lr=lr, momentum=0.9)]
 
 

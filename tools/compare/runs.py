@@ -27,6 +27,7 @@ NOT_IDENTITY = (
     "seed",
     "steps",
     "tokens_per_parameter",
+    "max_epochs",
     "max_minutes",
     "resume",
     "wandb",
