@@ -287,9 +287,11 @@ class Engine:
         self.run_compiled(compiled)
         # A sparse layer selects keys only if the step reads more slots than it selects, which takes
         # another graph.
-        for keys_per_step in sorted({block.attention.keys_per_step for block in self.model.blocks}):
-            if not is_cuda and self.read_view.capacity <= keys_per_step < self.cache.capacity:
-                self.read_slots(keys_per_step + 1)
+        for keys_per_query in sorted(
+            {block.attention.keys_per_query for block in self.model.blocks}
+        ):
+            if not is_cuda and self.read_view.capacity <= keys_per_query < self.cache.capacity:
+                self.read_slots(keys_per_query + 1)
                 self.run_compiled(compiled)
         self.compiled_step = compiled
         self.cache.reset()

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 CONFIGS = ROOT / "configs"
 GROUPS = ("model", "attention", "ffn", "norm", "data", "optimizer", "schedule", "experiment")
-MODEL_GROUPS = (
-    "attention",
-    "ffn",
-    "norm",
-)  # groups whose presets become part of the model's config
+MODEL_GROUPS = ("attention", "ffn", "norm")  # their presets become part of the model's config
 # Keys with text values that may look like numbers or contain commas, such as file names.
 DATA_PATHS = ("data.path", "data.validation")
 TEXT_KEYS = ("name", "run_dir", "init_from", *DATA_PATHS, "data.tokenizer")

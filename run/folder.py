@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from run import checkpoint, errors
 from run.compose import MODEL_GROUPS, compose, original_of, size_words
 from run.distributed import Ranks
-from run.settings import Settings, as_yaml, flatten
+from run.settings import Settings, as_typed, flatten
 
 RUNS = Path("runs")
 
@@ -114,7 +114,7 @@ def changes_of(keys: Iterable[str], then: dict, typed: dict) -> dict[str, str]:
     for key in keys:
         was, now = then.get(key), typed.get(key)
         if was != now:
-            changes[key] = f"{key} (was {as_yaml(was)}, now {as_yaml(now)})"
+            changes[key] = f"{key} (was {as_typed(was)}, now {as_typed(now)})"
     return changes
 
 

@@ -105,7 +105,7 @@ class Settings(BaseModel):
 
 def describe(key: str, value: object, rule: str) -> str:
     """Return an error line for a value that breaks a rule, in pydantic's words."""
-    return f"{key}={as_yaml(value)}: {rule}"
+    return f"{key}={as_typed(value)}: {rule}"
 
 
 def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
@@ -117,11 +117,11 @@ def flatten(tree: dict, path: str = "") -> Iterator[tuple[str, object]]:
             yield f"{path}{key}", value
 
 
-def as_yaml(value: object) -> str:
+def as_typed(value: object) -> str:
     """Return a config value as the user would type it: null for None, true for True."""
     names = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return names[value]
     if isinstance(value, list):
-        return f"[{','.join(as_yaml(item) for item in value)}]"
+        return f"[{','.join(as_typed(item) for item in value)}]"
     return str(value)

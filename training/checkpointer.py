@@ -16,7 +16,7 @@ from run import checkpoint
 from run.distributed import Ranks, shard_like
 from run.hardware import processor
 from run.progress import print0
-from run.settings import as_yaml
+from run.settings import as_typed
 from training.budget import TimeBudget
 from training.environment import Environment
 from training.evaluation import Evaluator
@@ -179,7 +179,7 @@ class Checkpointer:
             progress.expected_steps = state.expected_steps
             self.budget.is_fitted = state.is_fitted
         else:
-            self.say_rate(state, progress)
+            self.report_rate_change(state, progress)
         self.env.ranks.on_rank0(self.budget.check_time_left, progress)
         self.meter.restore(state.loss_sum, state.reported_step, state.step)
         self.log.wandb_id = state.wandb_id
@@ -188,10 +188,12 @@ class Checkpointer:
         print0(f"resuming from step {progress.step}")
         for key, value in fingerprint(trainer, self.micro_batch_size).items():
             if saved.config["machine"].get(key) != value:
-                then = as_yaml(saved.config["machine"].get(key))
-                print0(f"changed: {key} (was {then}, now {as_yaml(value)}), which changes rounding")
+                then = as_typed(saved.config["machine"].get(key))
+                print0(
+                    f"changed: {key} (was {then}, now {as_typed(value)}), which changes rounding"
+                )
 
-    def say_rate(self, state: SavedState, progress: Progress) -> None:
+    def report_rate_change(self, state: SavedState, progress: Progress) -> None:
         """Print how a new length changes learning rates, if it at least doubles or halves them."""
         if progress.total_steps == math.inf or progress.is_finished:
             return

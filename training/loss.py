@@ -14,10 +14,8 @@ from model.layers import apply_softcap, fp32
 from model.transformer import Transformer
 
 MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
-LARGE_MEMORY = 40e9  # bytes; a larger GPU takes 4 x MAX_LOGITS, which needs 1.6 GB more
 # The fast kernels of a GPU need rows of bf16 logits that begin at multiples of 16 bytes. Rows whose
-# length is a multiple of 128 fill their tiles best. nanoGPT pads the weights instead, for GPT-2's
-# 50,257 tokens.
+# length is a multiple of 128 fill their tiles best.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 # For each target: its nats, whether no token has a higher logit, and whether it counts (1 or 0).
 TARGET_METRICS = ("nats", "is_correct", "is_counted")
@@ -63,10 +61,9 @@ def target_nats(logits: Tensor, targets: Tensor) -> Tensor:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), targets (N,) -> the objective and metrics of `cross_entropy`.
 
-    At most MAX_LOGITS logits are in memory, or four times as many on a GPU above LARGE_MEMORY. The
-    forward pass takes a chunk of rows at a time, and computes their gradient immediately, so that
-    nothing of size (N, V) is kept for the backward pass. If hidden needs no gradient, no gradient
-    is computed.
+    At most MAX_LOGITS logits are in memory. The forward pass takes a chunk of rows at a time, and
+    computes their gradient immediately, so that nothing of size (N, V) is kept for the backward
+    pass. If hidden needs no gradient, no gradient is computed.
     """
 
     # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no autograd
@@ -95,13 +92,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             weight = F.pad(weight, (0, 0, 0, padding))
         weight = weight.detach().requires_grad_(needs_grad)
 
-        # Each chunk reads and writes the gradient of the weight, so a large GPU takes fewer chunks.
-        max_logits = MAX_LOGITS[device_type]
-        if device_type == "cuda":
-            gpu = torch.cuda.get_device_properties(weight.device)
-            max_logits *= 4 if gpu.total_memory > LARGE_MEMORY else 1
         # Products whose sizes are not multiples of 128 are 10% slower.
-        chunk_size = max_logits // vocab_size
+        chunk_size = MAX_LOGITS[device_type] // vocab_size
         chunk_size = chunk_size // 128 * 128 or max(chunk_size, 1)
         objective_sum = torch.zeros((), device=weight.device)
         grads = []

@@ -44,7 +44,7 @@ class Attention(nn.Module, ABC):
     losses: tuple[str, ...] = ()
     window: int | None = None  # a token attends to at most this many tokens, itself included
     chunk: int | None = None  # a token attends only within its chunk of this many tokens
-    keys_per_step: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
+    keys_per_query: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
     low_precision_states: tuple[str, ...] = ()  # names of states that do not need fp32
     # Linear layers that `forward` applies to x with `project`. If one is missing, they are not
     # fused for decoding.

@@ -30,7 +30,7 @@ class SharedAttention(SoftmaxAttention):
             self.first_layer = min(spec.layer, spec.depth // 2)
         self.reuses_kv = self.layer != self.first_layer
         # Options of the mask and the rotation, which must be the same as in the first layer.
-        self.shared_options = {
+        self.group_options = {
             "window": self.window,
             "chunk": self.chunk,
             "rope_base": self.rope_base,
@@ -55,16 +55,16 @@ class SharedAttention(SoftmaxAttention):
                     f"{self.first_layer} to {self.layer} share keys"
                 )
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
-            if options != self.shared_options:
+            if options != self.group_options:
                 raise ValueError(
                     "layers that share keys must have the same window, chunk and RoPE (layer "
-                    f"{self.layer}: {self.shared_options}, layer {self.first_layer}: {options}). "
+                    f"{self.layer}: {self.group_options}, layer {self.first_layer}: {options}). "
                     "fix: use the same options in these layers"
                 )
         else:
             q, k, v = self.project_qkv(x, ctx)
             kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
-            shared = shared | {"kv": (self.layer, kv, mask, self.shared_options)}
+            shared = shared | {"kv": (self.layer, kv, mask, self.group_options)}
         y = self.attend(q, kv["k"], kv["v"], mask)
         return self.project_out(y, x), shared
 

@@ -27,7 +27,7 @@ class ExclusiveAttention(SoftmaxAttention):
         y = self.attend(q, kv["k"], kv["v"], mask)
 
         # Subtract the component along the token's own value, as stored in the cache.
-        own_v = self.own_feature(cache, ctx, new=v, stored=kv["v"])  # (B, T, K, E)
+        own_v = self.own_feature(cache, ctx, new=v, extended=kv["v"])  # (B, T, K, E)
         direction = F.normalize(fp32(own_v), dim=-1).type_as(y)
         direction = direction.repeat_interleave(self.heads // self.kv_heads, dim=2)
         y = y - (y * direction).sum(dim=-1, keepdim=True) * direction

@@ -142,9 +142,9 @@ class GatedRecurrence(RecurrentAttention):
         self, x: Tensor, ctx: ForwardContext, cache: LayerCache | None, shared: Shared
     ) -> tuple[Tensor, Shared]:
         # Project and convolve.
-        qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)  # (B, T, W)
+        qkv = torch.cat([*project(x, self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         past = None if cache is None else cache.states["conv"]
-        qkv = F.silu(self.conv(qkv, ctx, past))
+        qkv = F.silu(self.conv(qkv, ctx, past))  # (B, T, 3 H E)
         qkv = to_product_dtype(qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, E)
 
@@ -209,8 +209,8 @@ def recurrence(
     q, k (B, T, H, E), v (B, T, H, F), b in `beta` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, E) -> output (B, T, H, F), next state.
 
-    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v; what they
-    multiply is computed in fp32 and then rounded to this dtype.
+    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v, and their
+    decayed factors are rounded to it.
 
     In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
     so the systems of all chunks are solved together. Only two matrix products per chunk have to
@@ -292,7 +292,7 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
     # falls by 60 or more per document. But for a token m between j and i, exp(G_i - G_m) and
     # exp(G_m - G_j) are at most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ...
     # C / 2 tokens, and m is the last token of the first block.
-    x = torch.stack(xs, dim=-3)  # (..., X, C, E)
+    x = torch.stack(xs, dim=-3)  # (..., X, C, E), X = len(xs)
     products = (x * k[..., None, :, :]).sum(dim=-1)[..., None, None]  # blocks (..., X, C, 1, 1)
     chunk = k.shape[-2]
     sizes = [1 << level for level in range(chunk.bit_length() - 1)]

@@ -11,7 +11,7 @@ from model.attention.base import LayerSpec, Shared
 from model.attention.recurrent import RecurrentAttention, to_product_dtype
 from model.cache import LayerCache
 from model.context import ForwardContext
-from model.layers import Linear, apply_rope, project, rms, split_heads
+from model.layers import Linear, apply_rope, fp32, project, rms, split_heads
 from run.ranges import AboveOne, PositiveInt
 
 
@@ -57,8 +57,7 @@ class Retention(RecurrentAttention):
         k = k * self.head_dim**-0.5
 
         # Run the recurrence, normalize each head, gate and project back.
-        wide = torch.promote_types(q.dtype, torch.float32)
-        g = self.log_decay.to(wide).expand(*q.shape[:3], 1)
+        g = self.log_decay.type_as(fp32(q)).expand(*q.shape[:3], 1)
         y = self.recur(q, k, v, None, g, ctx, cache)
         y = rms(y, self.norm_eps).type_as(x)
         gate = F.silu(self.gate_proj(x))

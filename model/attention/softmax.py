@@ -180,19 +180,19 @@ class SoftmaxAttention(Attention):
         return self.o_proj(y)
 
     def own_feature(
-        self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, stored: Tensor
+        self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, extended: Tensor
     ) -> Tensor:
         """Return a feature (B, T, K, E) of the new tokens, with the values that attention uses.
 
-        `new` (B, T, K, E) was passed to `extend_cache`, which returned `stored` (B, S, K, E). If
-        `stored` holds the cache's slots (S = size), the feature is read from them, because an
+        `new` (B, T, K, E) was passed to `extend_cache`, which returned `extended` (B, S, K, E). If
+        `extended` holds the cache's slots (S = size), the feature is read from them, because an
         int8 cache has rounded it. A ring that receives several tokens returns the new features
         unrounded, after its slots.
         """
-        if cache is None or stored.shape[1] != cache.size:
+        if cache is None or extended.shape[1] != cache.size:
             return new
         slots = ctx.cache_slots(cache.size)
-        return take_along(stored, slots[..., None, None], dim=1)
+        return take_along(extended, slots[..., None, None], dim=1)
 
     def cache_shapes(self) -> dict[str, Shape]:
         kv_shape = (self.kv_heads, self.head_dim)

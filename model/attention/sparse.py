@@ -36,7 +36,7 @@ class SparseAttention(SoftmaxAttention):
             )
 
     @property
-    def keys_per_step(self) -> int:
+    def keys_per_query(self) -> int:
         """The maximum number of keys a query attends to; a decode step reads this many."""
         return self.topk
 
@@ -78,9 +78,9 @@ class SparseAttention(SoftmaxAttention):
         """
         if chosen.ndim == 3:
             chosen = chosen[:, None]
-        if cache is not None and q.shape[1] == 1 and self.keys_per_step < cache.size:
-            # Read L = `keys_per_step` slots, which contain all chosen tokens.
-            slots = chosen.int().topk(self.keys_per_step, dim=-1).indices  # (B, 1 or K, 1, L)
+        if cache is not None and q.shape[1] == 1 and self.keys_per_query < cache.size:
+            # Read L = `keys_per_query` slots, which contain all chosen tokens.
+            slots = chosen.int().topk(self.keys_per_query, dim=-1).indices  # (B, 1 or K, 1, L)
             chosen = take_along(chosen, slots, dim=-1)
             index = slots.transpose(1, 3)[:, :, 0, :, None]  # (B, L, 1 or K, 1)
             k = take_along(k, index, dim=1)
@@ -174,7 +174,7 @@ class BlockAttention(SparseAttention):
         return is_chosen & is_earlier | (number == query_block[..., None])[:, None]
 
     @property
-    def keys_per_step(self) -> int:
+    def keys_per_query(self) -> int:
         return (self.topk + 1) * self.block
 
     def state_shapes(self, capacity: int) -> dict[str, Shape]:

@@ -244,10 +244,7 @@ def cuda_answers(gpu: FakeGPU, major: int) -> dict[str, object]:
         "cuda.is_available": True,
         "cuda.is_bf16_supported": major >= 8,
         "cuda.get_device_properties": SimpleNamespace(
-            major=major,
-            minor=minor,
-            shared_memory_per_block_optin=shared_memory,
-            total_memory=80 * 2**30,
+            major=major, minor=minor, shared_memory_per_block_optin=shared_memory
         ),
         "cuda.device_count": 1,
         "cuda.current_device": 0,

@@ -215,7 +215,7 @@ def test_cache_bytes_equal_the_allocated_bytes(model, capacity):
 
 def num_graphs(model) -> int:
     """The number of decode graphs: two if the first step reads fewer slots than a layer selects."""
-    chosen = [getattr(block.attention, "keys_per_step", 0) for block in model.blocks]
+    chosen = [getattr(block.attention, "keys_per_query", 0) for block in model.blocks]
     return 1 + any(4 <= number < model.context for number in chosen)
 
 

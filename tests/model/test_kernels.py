@@ -34,7 +34,7 @@ def loaded():
 
 
 def kernel_inputs(window: int | None, has_sink: bool) -> tuple:
-    """q, k and v with grouped heads, where v has a different width; the visibility; and a sink."""
+    """q, k and v with grouped heads, where v has a different width; the mask; and a sink."""
     q = random(2, 4, 9, 8).requires_grad_()
     k = random(2, 2, 9, 8).requires_grad_()
     v = random(2, 2, 9, 6).requires_grad_()

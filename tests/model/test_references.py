@@ -215,7 +215,7 @@ def test_a_decode_step_reads_only_selected_keys(variant):
     num_keys = []
     layer.kernel.register_forward_pre_hook(lambda _, about: num_keys.append(about[1].shape[1]))
     layer(x[:, 32:], ForwardContext(x[:, 32:, 0], torch.full((2,), 32)), cache, {})
-    assert num_keys == [layer.keys_per_step]
+    assert num_keys == [layer.keys_per_query]
 
 
 @pytest.mark.parametrize("variant", ["moba", "dsa"])

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from run import ROOT, checkpoint, errors
 from run.errors import IntegrityError
 from run.progress import print0
-from run.settings import as_yaml
+from run.settings import as_typed
 from run.signals import Signals
 from run.threads import cores, cpu_quota
 from tools.compare.runs import Run, command, commit, differences, read_records
@@ -52,7 +52,7 @@ class Job:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def set(self, key: str, value: object) -> None:
-        self.overrides.append(f"{key}={as_yaml(value)}")
+        self.overrides.append(f"{key}={as_typed(value)}")
         *parents, last = key.split(".")
         group = self.settings
         for parent in parents:

@@ -186,7 +186,7 @@ def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
 
 
 def noise_scale(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """Return the factor of the earlier rule, 1 / sqrt(1 + N / B), which had no factor for the depth."""
+    """Return the factor of the earlier rule, 1 / sqrt(1 + N / B), without one for the depth."""
     noise = np.exp(x[1]) * at.tokens ** x[2] * at.dim ** x[3]
     return x[0] - 0.5 * np.log1p(noise / at.batch)
 

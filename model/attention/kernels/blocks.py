@@ -27,7 +27,7 @@ def supports(case: Case) -> bool:
 def prefers(case: Case) -> bool:
     """Whether compiled code attends from a single query, or over a short sequence on a CPU in bf16.
 
-    A single query then needs no matrix product. On a CPU, it is preferred here only if keys and
+    A single query then needs no matrix product. On a CPU, this kernel is preferred only if keys and
     values differ in width, which torch's fused kernel for CPUs does not support. A short sequence
     must have a plain causal mask.
     """
