@@ -78,7 +78,7 @@ class Task(Source):
         """Generate a row with `size` answers."""
 
     def rows(self, seed: int, numbers: range, is_held_out: bool = False) -> EvaluationBatch:
-        """Generate rows by their numbers."""
+        """Generate the rows with the given numbers."""
         # The initial values pad rows with fewer answers.
         shape = (len(numbers), max(self.sizes))
         inputs = np.empty((len(numbers), self.context), np.int64)

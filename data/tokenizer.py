@@ -81,8 +81,9 @@ class Tokenizer(ABC):
             return tokenizer
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
-                f"not a readable tokenizer, or one without an EOS token ({path}: {error}). fix: "
-                "set data.tokenizer to a different file, or import its folder with tools.import_hf"
+                f"not a readable tokenizer, or one without an EOS token ({path}: {error}). fix: set "
+                "data.tokenizer to a different file, or import this file's folder with "
+                "tools.import_hf"
             ) from None
 
     @staticmethod

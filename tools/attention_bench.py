@@ -1,9 +1,9 @@
 """Time the kernels that can compute the attention of a decode step on this machine's processor.
 
-Each JSON line is one case: a layer of model=15m with equal heads, grouped heads or MLA (256 or
-2,048 slots), or with a window (128 slots); one or eight rows; a cache in bf16, fp32 or int8;
-compiled or not. It gives the median time of each kernel in microseconds, the chosen kernel, and the
-time of this kernel divided by the shortest time. The last line gives the largest of these ratios.
+Each JSON line is one case: a layer of model=15m with 256 or 2,048 slots (`mha`, `gqa` or `mla`) or
+with a window of 128 slots (`mha`); one or eight rows; a cache in bf16, fp32 or int8; compiled or
+not. It gives the median time of each kernel in microseconds, the chosen kernel, and the time of
+this kernel divided by the shortest time. The last line gives the largest of these ratios.
 """
 
 import json

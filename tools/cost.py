@@ -67,7 +67,7 @@ def row(attention: str, overrides: list[str]) -> tuple[str, ...]:
     )
     if settings.init_from is not None:
         raise ValueError(
-            f"this command loads no model (init_from={settings.init_from}). fix: leave out init_from"
+            f"this command loads no model (init_from={settings.init_from}). fix: omit init_from"
         )
     sizes = check_buildable(settings).model
     if settings.data.get("tokenizer"):

@@ -7,7 +7,7 @@ python -m tools.evaluate --run runs/NAME --text FILE --context 4096
 python -m tools.evaluate --run runs/NAME --slices
     the same metrics as in training, over all held-out data, by position and for repeated tokens
 python -m tools.evaluate --run runs/NAME --lengths
-    the same targets, at the end of windows of 1, 2 and 4 training contexts
+    the loss on one set of targets, at the end of windows of 1, 2 and 4 times the training context
 
 For tasks such as arc_easy, use lm-evaluation-harness, which reads exports of tools.export_hf.
 """

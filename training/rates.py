@@ -83,7 +83,7 @@ class Reference:
         return None not in (self.depth, self.batch_tokens, self.tokens)
 
     def run_factor(self, dim: int, depth: int, batch_tokens: int, steps: float) -> float:
-        """Return the factor of all rates; 1 without `has_run`, or while `steps` is infinite."""
+        """Return the factor of all rates; 1 if `has_run` is false or `steps` is infinite."""
         if not self.has_run or math.isinf(steps):
             return 1.0
         tokens = batch_tokens * steps

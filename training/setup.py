@@ -104,9 +104,9 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     """Return settings with the model of `init_from`, and its checkpoint, which has the tokenizer.
 
     With attention=NAME, the model has the attention that the overrides describe. Unless overridden,
-    the context is the pretrained model's, and the run is named after its data, that model and a new
-    attention. Raises ValueError for overrides that would change the tokenizer or another part of
-    the model.
+    the context is the pretrained model's, and the run is named after its data, that model and, with
+    attention=NAME, the attention. Raises ValueError for overrides that would change the tokenizer
+    or another part of the model.
     """
     source = settings.init_from
     choices = dict(word.lstrip("+~").split("=", 1) for word in overrides if "=" in word)

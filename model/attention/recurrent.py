@@ -209,8 +209,8 @@ def recurrence(
     q, k (B, T, H, E), v (B, T, H, F), b in `beta` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, E) -> output (B, T, H, F), next state.
 
-    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v, and their
-    decayed factors are rounded to it.
+    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v; decays
+    are applied to their factors in fp32, before these are rounded to that dtype.
 
     In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
     so the systems of all chunks are solved together. Only two matrix products per chunk have to

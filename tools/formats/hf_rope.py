@@ -43,8 +43,8 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
             parameters = {key: scaling[option] for key, option in known.options.items()}
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
-        f"no known transformers class supports this RoPE scaling ({scaling}). fix: train again with "
-        "attention.rope_scaling=null"
+        f"no known transformers class supports this RoPE scaling ({scaling}). fix: train again "
+        "with attention.rope_scaling=null"
     )
 
 

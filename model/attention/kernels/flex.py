@@ -124,7 +124,7 @@ def run(case: Case) -> Tensor:
 def fits_gpu(widths: list[int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the GPU supports FlexAttention with queries and values of these widths.
 
-    Wide heads need much shared memory.
+    Wide heads need a lot of shared memory.
     """
     gpu = torch.cuda.get_device_properties(device)
     if gpu.major < 8 or min(widths) < MIN_WIDTH:
