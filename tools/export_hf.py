@@ -131,7 +131,7 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
             change = (rounded - parameter).double().norm(dim=-1)
             if not (change <= 0.01 * parameter.double().norm(dim=-1)).all():
                 raise ValueError(
-                    f"{args.dtype} cannot represent these weights ({name}). fix: --dtype bf16"
+                    f"{args.dtype} cannot represent these weights ({name}). fix: --dtype f32"
                 )
             parameter.data = rounded
 
