@@ -119,6 +119,7 @@ def measure_text(args: argparse.Namespace) -> dict:
     if not rows:
         raise ValueError("the files contain no text. fix: choose a different file with --text")
 
+    print0(f"scoring {len(rows)} windows")
     nats = total_nats(model, rows, args.batch_size, precision=precision)
     num_tokens = sum(len(row.tokens) - row.first for row in rows)
     bits_per_byte = nats / math.log(2) / num_bytes
@@ -269,7 +270,6 @@ def total_nats(
     # Rows of a batch have similar lengths. The padding is on the right, so no token of a row
     # attends to it.
     rows = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
-    print0(f"scoring {len(rows)} windows")
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         inputs = [torch.tensor(row.tokens[:-1]) for row in batch]
