@@ -37,8 +37,8 @@ class Attention(nn.Module, ABC):
     - have `norm` in the names of its norms
     - list in `losses` the names of the auxiliary losses that `forward` adds with `add_loss`
     - register tensors that are not parameters as buffers
-    - cast what it computes from buffers and one-dimensional parameters (`type_as`), because these
-      stay in fp32 in a bf16 model
+    - cast what it computes from its buffers and its own one-dimensional parameters (`type_as`),
+      because these stay in fp32 in a bf16 model
     """
 
     losses: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ class SparseAttention(SoftmaxAttention):
         if chosen.shape[1] > 1:
             chosen = chosen.repeat_interleave(self.heads // self.kv_heads, dim=1)
         chosen = chosen | (mask.query_positions < 0)[:, None, :, None]
-        return self.attend(q, k, v, mask.narrowed(chosen))
+        return self.attend(q, k, v, mask.with_dense(chosen))
 
 
 def dense_mask(mask: AttentionMask) -> Tensor:
