@@ -32,7 +32,7 @@ class Logger:
         self.run_dir = env.run_dir
         self.settings = env.settings
         self.is_enabled = env.ranks.is_main
-        # May be a fraction, and is infinite if the text never repeats.
+        # May be a fraction, and is infinite if rows never repeat.
         self.steps_per_epoch = env.loader.rows_per_epoch / env.loader.batch_size
         self.logged = {}  # the step of the last "evaluation" and "sample" of earlier processes
         self.is_disk_full = False
@@ -114,8 +114,8 @@ class Logger:
     def advance(self, progress: Progress, total: float) -> None:
         """Advance the progress bar of a run of `total` steps, at most once a second.
 
-        If `total` is infinite because `max_minutes` may end the run at any step, the bar shows the
-        `steps` of the settings.
+        If `total` is infinite, because it is not known yet, the bar shows the `steps` of the
+        settings, if set.
         """
         if self.bar is not None:
             self.bar.n = progress.step
@@ -140,7 +140,7 @@ class Logger:
             print0(f"step {self.bar.n}/{self.bar.total or '?'}  {text}")
 
     def write(self, progress: Progress, metrics: dict[str, float | dict | None]) -> None:
-        """Write a line to metrics.jsonl, and to wandb."""
+        """Write metrics to wandb, and to metrics.jsonl as a line."""
         values = {
             "tokens": progress.step * self.settings.batch_tokens,
             "epoch": round(progress.step / self.steps_per_epoch, 4),
@@ -153,18 +153,19 @@ class Logger:
                 self.wandb.log(values, step=progress.step)
 
     def append(self, name: str, text: str) -> None:
-        """Append text completely or not at all. If the disk rejects it, warn once and continue."""
+        """Append text completely or not at all. If writing fails, warn once and continue."""
         if not self.is_enabled:
             return
         path = self.run_dir / name
-        size = 0
+        size = None
         try:
             with path.open("a", encoding="utf-8") as file:
                 size = file.tell()
                 file.write(text)
         except OSError as error:
-            with suppress(OSError):  # a part may have been written
-                os.truncate(path, size)
+            if size is not None:
+                with suppress(OSError):  # a part may have been written
+                    os.truncate(path, size)
             if not self.is_disk_full:
                 print0(f"warning: cannot write ({path}: {error.strerror}); training continues")
             self.is_disk_full = True
@@ -179,7 +180,7 @@ class Logger:
             self.wandb = None
 
     def plot(self) -> None:
-        """Draw loss.png, and report if the held-out loss has risen."""
+        """Draw loss.png, and report if the held-out loss has risen from its minimum."""
         if not self.is_enabled:
             return
         try:
@@ -187,9 +188,9 @@ class Logger:
             lowest = min(losses)
             if losses[-1] > MIN_RISE * lowest:
                 print0(
-                    f"the held-out loss rose from {lowest:.3f} to {losses[-1]:.3f} nats per token. "
-                    "fix: use a lower optimizer.lr or, if the run made several passes over the "
-                    "text, more text or fewer steps"
+                    f"the held-out loss rose from its minimum, {lowest:.3f}, to {losses[-1]:.3f} "
+                    "nats per token. A lower optimizer.lr may help. If the run made several passes "
+                    "over the text, so may more text or fewer steps"
                 )
         except (OSError, ValueError, LookupError) as error:
             print0(f"warning: cannot draw loss.png ({error})")

@@ -41,18 +41,20 @@ def test_a_disk_error_in_a_sync_leaves_no_folder(tmp_path, monkeypatch):
 def test_training_continues_with_a_warning_if_metrics_cannot_be_written(job, whole, capfd):
     opened = Path.open
 
-    def full(path: Path, mode: str = "r", *more, **named):
-        """Appending to metrics.jsonl fails as on a full disk."""
-        if path.name == "metrics.jsonl" and mode == "a":
-            path = Path("/dev/full")
+    def failing(path: Path, mode: str = "r", *more, **named):
+        """After its first line, metrics.jsonl cannot be opened any more."""
+        if path.name == "metrics.jsonl" and mode == "a" and path.stat().st_size > 0:
+            raise OSError(errno.EMFILE, "Too many open files")
         return opened(path, mode, *more, **named)
 
-    def fill_disk() -> None:
-        Path.open = full
+    def fail_to_open() -> None:
+        Path.open = failing
 
-    assert forked(job, fill_disk) == 0
+    assert forked(job, fail_to_open) == 0
     assert capfd.readouterr().err.count("training continues") == 1
     assert job.curve()[-3:] == whole.curve()[-3:]  # samples and weights
+    (line,) = (job.root / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(line)["step"] == 2
 
 
 def test_a_metrics_line_is_written_completely_or_not_at_all(job):
