@@ -2,7 +2,7 @@
 
 A scaling is called with the frequencies (R/2,) of R = `dim` rotated features, and with RoPE's base.
 It returns new frequencies and a factor for cos and sin. `context` is the original training context,
-in tokens. Scalings are compared by value, so layers with equal scalings share cos and sin.
+in tokens. Scalings are compared by value, so layers with equal scalings can share cos and sin.
 """
 
 import math
@@ -63,8 +63,8 @@ class YaRN(Scaling):
     `fast`. In between, the scaling grows linearly with the index of the feature pair.
     """
 
-    fast: NonNegativeFloat
-    slow: NonNegativeFloat
+    fast: PositiveFloat
+    slow: PositiveFloat
     context: PositiveInt
 
     def __call__(self, frequency: Tensor, dim: int, base: float) -> tuple[Tensor, float]:

@@ -46,6 +46,7 @@ optimizer.betas=[0.9,-1]                            2  optimizer.betas
 attention.sink=no                                   2  attention.sink
 attention.window=9.5                                2  attention.window
 attention.rope_scaling={_target_:model.rope.YaRN}   2  attention.rope_scaling
+attention.rope_scaling={_target_:model.rope.YaRN,factor:2,context:8,fast:32,slow:0}  2  slow
 attention._target_=os.system                        2  os.system
 attention._target_=model.layers.torch.load          2  model.layers.torch.load
 # Values that a class refuses.
