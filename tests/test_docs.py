@@ -53,8 +53,8 @@ COSTS = [line for line in OTHERS if line.startswith("python -m tools.cost")]
 
 
 def file_and_words(line: str) -> list[str]:
-    """Split a `python` command into the file and its arguments."""
-    _, *words = shlex.split(line)
+    """Split a `python` command, which may follow variables, into the file and its arguments."""
+    _, *words = shlex.split(line[line.index("python") :])
     if words[0] != "-m":
         return words
     file = words[1].replace(".", "/")
