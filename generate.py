@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
 def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
     """Whether to compile the decode step.
 
-    Raises ValueError if the device cannot be used, or with --compile true if it cannot compile.
+    Raises ValueError if torch cannot use the device or, with --compile true, cannot compile for it.
     """
     device = hardware.pick_device(args.device)
     num_texts = num_prompts * args.num_samples
@@ -91,7 +91,7 @@ def pick_compile(args: argparse.Namespace, num_prompts: int) -> bool:
 def new_engine(
     args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, sequences: list[Sequence]
 ) -> Engine:
-    """Create an engine that samples according to the options, with a cache unless disabled."""
+    """Create an engine that samples according to the options, with a cache unless --no-cache."""
     sampler = partial(
         sample,
         vocab_size=tokenizer.vocab_size,
@@ -109,10 +109,10 @@ def new_engine(
 
 
 def compile_engine(engine: Engine, *, is_required: bool) -> None:
-    """Compile the decode step. If that fails, exit if `is_required`, otherwise decode eagerly."""
+    """Compile the decode step. If that fails, exit if `is_required`; otherwise it stays eager."""
     compilation.prepare_to_compile()
     option = "--compile false"
-    compilation.compile_and_run(engine.compile, "the decode step", is_required, option)
+    compilation.compile_and_run(engine.compile, "the decoding step", is_required, option)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument(
         "prompt",
         nargs="?",
-        help="text to continue; - reads it from stdin, without its last newline; put -- before a "
+        help="text to continue; - reads it from stdin and drops a final newline; put -- before a "
         "text that begins with a dash",
     )
     prompts.add_argument("--prompt-file", type=user_path, help="file with one prompt per line")
@@ -160,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
         "--top-p",
         type=fraction,
         default=0.95,
-        help="sample from the smallest set of tokens with this total probability",
+        help="sample from the smallest set of tokens with at least this total probability",
     )
     add(
         "--min-p",
@@ -172,15 +172,15 @@ def parse_arguments() -> argparse.Namespace:
         "--repetition-penalty",
         type=bounded_number(float, 1e-9),
         default=1.0,
-        help="above 1, tokens that are already in the prompt or the text become less likely; 1: no "
-        "penalty",
+        help="above 1, tokens that are already in the prompt or the generated text become less "
+        "likely; 1: no penalty",
     )
     add("--num-samples", type=positive, default=1, help="number of samples per prompt")
     add(
         "--seed",
         type=natural,
         default=0,
-        help="random seed; a sample does not depend on the rest of its batch",
+        help="random seed; a sample depends on the rest of its batch only through rounding",
     )
     add(
         "--stop",

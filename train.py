@@ -31,7 +31,7 @@ def main(overrides: list[str]) -> None:
         return
     clock = Clock(monotonic() - IMPORT_SECONDS)
     with Signals() as signals:
-        # Input errors are reported here, before the run's folder is created.
+        # Errors in settings and data are reported here, before a new run's folder is created.
         ranks = distributed.init_distributed()
         settings, start, device = ranks.on_rank0(setup.read_settings, overrides)
         ranks = ranks.with_device(device)
@@ -67,7 +67,7 @@ def train(run: setup.Run) -> int:
         if settings.max_minutes is not None:
             longer += " max_minutes=null"
         print0(
-            f"finished: step {progress.step} is done. To train longer: "
+            f"the run is already finished, at step {progress.step}. To train longer: "
             f"{folder.resume_command(env.run_dir)} {longer}"
         )
 
@@ -76,7 +76,7 @@ def train(run: setup.Run) -> int:
         profiler = start_profiler(settings.profile, env.run_dir, env.ranks.device, env.clock)
 
     # The checkpoint of a step is saved before the step's sample and evaluation. A resumed run makes
-    # them if they are missing in its log.
+    # them if they are missing from its files.
     while True:
         if progress.is_due(settings.save_every):
             run.checkpointer.save(progress)

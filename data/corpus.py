@@ -57,7 +57,7 @@ class Corpus:
         return f"{num_tokens:,} tokens of text"
 
     def with_context(self, context: int) -> "Corpus":
-        """Return the corpus for this context, which is the length of a task's rows."""
+        """Return the corpus for another context, which only a task depends on."""
         return self
 
     def loader(self, context: int, batch_size: int, seed: int) -> Loader:

@@ -16,7 +16,7 @@ from run.checkpoint import sha256_of
 
 ROW_SUFFIXES = (".jsonl", ".parquet")  # each row is a document
 TEXT_SUFFIXES = (".txt", *ROW_SUFFIXES)
-# Formats that are not text, although some of them could be read as text.
+# Formats that are refused, although some of them could be read as text.
 OTHER_SUFFIXES = (
     *(".csv", ".tsv", ".json", ".ndjson", ".ipynb", ".pdf", ".docx"),
     *(".bin", ".arrow", ".feather", ".tar", ".zip"),
@@ -51,9 +51,9 @@ def find_files(path: Paths, suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[P
         files = [] if not entry else expand(entry, suffixes)
         if not files:
             raise ValueError(
-                f"no such files ({entry or 'no path'}{common_suffixes(entry)}). fix: "
-                "data.path=PATH, data.validation=PATH or --text PATH: a file, a folder of "
-                f"{' '.join(suffixes)} files, or a glob for files of any suffix"
+                f"no files to read ({entry or 'no path'}{common_suffixes(entry)}). fix: set "
+                "data.path, data.validation or --text to a file, a folder of "
+                f"{' '.join(suffixes)} files, or a glob"
             )
         found += files
 
@@ -154,7 +154,7 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Do
 
     Each row of a .jsonl or .parquet file is a document, with its text in `field`. Any other file is
     text, split at lines equal to `separator`, apart from outer whitespace. Raises ValueError, with
-    the file's name, if a file cannot be read as text.
+    the file's name, for OTHER_SUFFIXES and for files that cannot be read as text.
     """
     import pyarrow
 
@@ -162,8 +162,8 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Do
         suffix = suffix_of(file)
         if suffix in OTHER_SUFFIXES:
             raise ValueError(
-                f"not a text file ({file}). fix: save it as {' or '.join(TEXT_SUFFIXES)}; for "
-                "token ids, use data=tokens"
+                f"unsupported file format ({file}). fix: convert it to "
+                f"{' or '.join(TEXT_SUFFIXES)}; for token ids, use data=tokens"
             )
         num_documents = 0
         try:
@@ -176,9 +176,9 @@ def read_parts(files: Iterable[Path], field: str, separator: str) -> Iterator[Do
         except (ValueError, OSError, EOFError, RecursionError, pyarrow.ArrowException) as error:
             reason, _, _ = str(error).partition("\n")
             raise ValueError(
-                f"cannot read {file} after {num_documents} documents ({reason}). fix: copy it "
-                "again, save it as UTF-8 text, or set data.text_field to the field with the text "
-                "(with --text, the field must be named text)"
+                f"reading {file} failed after {num_documents} documents ({reason}). fix: use a "
+                "readable and complete file, with UTF-8 text or with rows that have text in "
+                "data.text_field (with --text: in the field text)"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""Batches are a pure function of (seed, step), so a run can resume from its step number alone."""
+"""Batches are a pure function of (seed, step), so a loader has no state to save or restore."""
 
 import mmap
 from bisect import bisect_right
@@ -51,7 +51,7 @@ class Loader:
             min_tokens = (batch_size + 1) * context + 1
             raise ValueError(
                 f"too little text for one batch (have {num_tokens} tokens, need {min_tokens}). "
-                "fix: use more text, or reduce batch_tokens or context"
+                "fix: use more text, or a smaller batch_tokens or context"
             )
         for shard in shards:
             advise_random_access(shard)
@@ -99,10 +99,10 @@ class Loader:
 
 
 def advise_random_access(shard: np.ndarray) -> None:
-    """Tell the system not to read ahead in a shard at the start of a memory-mapped file.
+    """Turn off the system's read-ahead for a shard, which must begin its memory-mapped file.
 
-    It would otherwise read megabytes for each row that is not in memory. The rest of the file,
-    which may be held out, is still read ahead.
+    Read-ahead would load megabytes for each row that is not in memory. The rest of the file, which
+    may be held out, is still read ahead.
     """
     if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_RANDOM"):
         shard._mmap.madvise(mmap.MADV_RANDOM, 0, shard.offset + shard.nbytes)
@@ -126,8 +126,8 @@ def shuffle(indices: np.ndarray, num_rows: int, keys: np.ndarray) -> np.ndarray:
 
 def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
     """Permute uint64 numbers below side * side, in one round per key."""
-    # A round adds a function of one digit to the other digit. The first digit is unchanged, so
-    # every round is invertible, and the network is a permutation.
+    # A round adds a function of the low digit to the high digit, and swaps them. The low digit is
+    # unchanged, so every round is invertible, and the network is a permutation.
     high, low = np.divmod(numbers, side)
     for key in keys:
         high, low = low, (high + random_bits(key, low) % side) % side
@@ -135,7 +135,7 @@ def feistel(numbers: np.ndarray, side: int, keys: np.ndarray) -> np.ndarray:
 
 
 def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
-    """Map each number n to 64 random bits: entry n of the SplitMix64 sequence seeded with `key`.
+    """Map each number n to 64 random bits: SplitMix64's mix of its state n steps after `key`.
 
     Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """
@@ -146,7 +146,7 @@ def random_bits(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
 
 
 def document_ids(inputs: Tensor, bos: int) -> Tensor:
-    """Return each token's document index (B, T) in its row of inputs. BOS begins a document."""
+    """Return the index (B, T) of each token's document within its row. BOS begins a document."""
     return (inputs == bos).cumsum(dim=1)
 
 
@@ -163,7 +163,7 @@ def eval_windows(tokens: np.ndarray, context: int, batch_size: int) -> Iterator[
     all_inputs = pad(text[:-1], (0, num_padding))
     all_targets = pad(text[1:], (0, num_padding), value=IGNORE_INDEX)
 
-    # Cut them into batches of windows.
+    # Cut inputs and targets into batches of windows.
     shape = (-1, batch_size, context)
     for inputs, targets in zip(all_inputs.view(shape), all_targets.view(shape), strict=True):
         yield Batch(inputs, targets)

@@ -29,8 +29,8 @@ TRAIN_SHARD = "train-00000.bin"
 VALIDATION_SHARD = "validation-00000.bin"
 DOCUMENTS_PER_BATCH = 256  # tokenized together, on all cores
 CHARS_PER_BATCH = 4 * PART_CHARS  # a batch also ends at this number of characters
-MAX_TOKENIZER_CHARS = 50_000_000  # maximum amount of training text for training a tokenizer
-# Maximum number of held-out UTF-8 bytes. A part never has more: a character has up to 4 bytes.
+MAX_TOKENIZER_CHARS = 50_000_000  # of text to train a tokenizer on
+# Maximum held-out UTF-8 bytes. A part of PART_CHARS has no more: a character has up to 4 bytes.
 MAX_VALIDATION_BYTES = 2_000_000
 
 
@@ -48,7 +48,7 @@ class Source:
     tokenizer: str | None
 
     def corpus(self) -> Corpus | None:
-        """Return the corpus if the source has one ready; None if prepare() must build it."""
+        """Return the corpus if the source has one ready; None if prepare() opens or builds it."""
         return None
 
     def identity(self) -> str:
@@ -57,7 +57,7 @@ class Source:
         return json.dumps(vars(self) | {"tokenizer": None})
 
     def parts(self) -> Iterator[DocumentPart]:
-        """Yield the documents, long ones in parts, in a fixed order."""
+        """Yield documents, or consecutive parts of them, in a fixed order."""
         return iter(())
 
 
@@ -69,14 +69,13 @@ def text_hash(text: str) -> str:
 def prepare(source: Source, cache_dir: Path) -> Corpus:
     """Open a source's corpus; build it in `cache_dir` first if it is missing.
 
-    If several processes call this at once, one builds the corpus and the others wait. Raises
-    ValueError for unusable text, and IntegrityError for a corpus that was changed on disk.
+    Raises ValueError for unusable text, and IntegrityError for a corpus that was changed on disk.
     """
     corpus = source.corpus()
     if corpus is not None:
         return corpus
 
-    # The cache key is the content plus the tokenizer, or the vocabulary size of a new tokenizer.
+    # The key is the source's identity plus the tokenizer, or a new tokenizer's vocabulary size.
     identity = source.identity()
     folder = cache_dir / folder_name(source, identity, source.vocab_size)
     tokenizer = None
@@ -156,15 +155,15 @@ def tokenizer_texts(source: Source) -> Iterator[str]:
             yield part.text
     if num_chars == 0:
         raise ValueError(
-            "no document is left to train on (all are held out, or copies of held-out documents). "
-            "fix: add other documents"
+            "no document is left to train on (each is blank, held out, or excluded, for example as "
+            "a copy). fix: add other documents"
         )
 
 
 def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """Tokenize the documents into one file per split.
 
-    Raises ValueError if a split has no document, and OverflowError if a token id outside the
+    Raises ValueError if a split is empty, and OverflowError if a token id outside the
     vocabulary does not fit the dtype.
     """
     dtype = dtype_of(tokenizer)
@@ -195,25 +194,25 @@ def write_shards(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                     break
     if train_tokens == 0 or held_out_bytes == 0:
         raise ValueError(
-            f"no training text or no held-out text ({train_tokens} tokens, {held_out_bytes} "
-            "bytes). fix: add documents, or lower data.holdout"
+            f"no training text or no held-out text ({train_tokens} training tokens, "
+            f"{held_out_bytes} held-out bytes). fix: use more documents"
         )
     unused = ""
     if held_out_bytes > MAX_VALIDATION_BYTES:
-        unused = f", of which only {MAX_VALIDATION_BYTES:,} bytes are used"
+        unused = f", of which at most {MAX_VALIDATION_BYTES:,} bytes are used"
     print0(
         f"{num_documents[False]:,} documents to train on, {num_documents[True]:,} held out{unused}"
     )
     if change is not None:
         print0(
             f"warning: the tokenizer does not reproduce the text ({change}); val_bpb counts the "
-            "bytes of the decoded text. fix: choose a different data.tokenizer"
+            "bytes of the decoded text"
         )
 
 
 def tokenized(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[DocumentPart, list[int]]]:
     """Yield each part with its tokens, with BOS and EOS only where a document begins and ends."""
-    # Each batch is tokenized on all cores; the whole text is never in memory.
+    # Each batch is tokenized on all cores; the whole text need not fit into memory.
     for batch in batches(source.parts()):
         encoded = tokenizer.encode_documents([part.text for part in batch])
         for part, tokens in zip(batch, encoded, strict=True):

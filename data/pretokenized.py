@@ -24,11 +24,11 @@ LLMC_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by magic number, for GPT-2 a
 class Pretokenized(Source):
     """Token ids of `tokenizer`, or of an unknown tokenizer with `vocab_size` ids and BOS id `bos`.
 
-    At most `validation_tokens` tokens are held out, from the beginning of the files of the path
-    `validation`. Without it, they are at most the last 5% of the last file. Files without a header
-    contain ids of `dtype`; null means the dtype of our own shards, which is uint16 if the
-    vocabulary fits, and otherwise uint32. Raises ValueError for a damaged file, and for ids of a
-    different dtype or tokenizer.
+    At most `validation_tokens` tokens are held out: the beginning of the files that `validation`
+    names or, if it is null, the last 5% of the last file, but at least two tokens. Files
+    without a header contain ids of `dtype`; null means the dtype of our own shards, which is uint16
+    if the vocabulary fits, and otherwise uint32. Raises ValueError for a damaged file, and for ids
+    that do not fit the dtype, the tokenizer or the vocabulary.
     """
 
     path: Paths
@@ -93,8 +93,8 @@ class Pretokenized(Source):
             own = tokenizer_file(file.resolve().parent)
         if own.exists() and encoding(Tokenizer.load(own)) != encoding(self.ids_of):
             raise ValueError(
-                f"the ids are from a different tokenizer ({file}). fix: data.tokenizer={own}, "
-                "without init_from"
+                f"the ids are not from the tokenizer of this run ({file}). fix: "
+                f"data.tokenizer={own}, without init_from"
             )
 
         # A file without llm.c's magic number has no header, as in nanoGPT and our shards.
@@ -112,12 +112,12 @@ class Pretokenized(Source):
             is_whole = count == header["num_tokens"]
         if not is_whole:
             raise ValueError(
-                f"incomplete .bin file ({file}: {count} tokens of {dtype.name}). fix: copy or "
-                "download it again, or set data.dtype"
+                f"the file is incomplete, or its ids are not {dtype.name} ({file}: {count} ids). "
+                "fix: copy it again, or set data.dtype"
             )
 
-        # Ids stored at twice this width would be close to 0 in every other position. Some valid ids
-        # are too, so the check does not apply if data.dtype is given.
+        # If ids are stored at twice this width, every other number read here is close to 0. Valid
+        # ids may look the same, so the check does not apply if data.dtype is given.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
@@ -126,8 +126,8 @@ class Pretokenized(Source):
         is_halved = halves[0] * 64 < halves[1] and len(probe) >= MIN_PROBED_TOKENS
         if is_halved and self.dtype is None:
             raise ValueError(
-                f"every other {dtype.name} is close to 0, so the ids have a different dtype "
-                f"({file}). fix: data.dtype=uint32, or, if the ids are right, "
+                f"every other id is close to 0 when read as {dtype.name}, so the dtype may be "
+                f"wrong ({file}). fix: data.dtype=uint32, or, if the dtype is right, "
                 f"data.dtype={dtype.name}"
             )
         # An id outside the vocabulary would index past the end of the embedding.

@@ -1,8 +1,8 @@
 """Slices of an evaluation: groups of targets whose mean loss or accuracy is reported.
 
 Each target is counted in one cell of a table. The row of the cell is the target's class, such as
-whether it repeats something in its context. The column is the bin of a length, such as the position
-of the target. A slice is a row or a column of the table.
+whether it completes a repeated bigram. The column is the bin of a length, such as the position of
+the target. A slice is a row or a column of the table.
 """
 
 import torch
@@ -34,9 +34,9 @@ def text_cells(inputs: Tensor, targets: Tensor) -> Tensor:
     """Map a text's inputs and targets (B, T) to the targets' cells (B, T).
 
     The class is 1 if the target completes a bigram that occurred earlier in its row, which a model
-    can look up. These are Zoology's AR hits (Arora et al., 2312.04927), but without the condition
-    that the bigram is rare in training. The length is the number of tokens before the target. Both
-    are computed over the whole row, even if attention is masked between documents.
+    can look up. Targets of class 1 are Zoology's AR hits (Arora et al., 2312.04927), but without
+    the condition that the bigram is rare in training. The length is the number of tokens before the
+    target. Both are computed over the whole row, even if attention is masked between documents.
     """
     assert inputs.shape == targets.shape
     # A stable sort puts equal bigrams next to each other, in the order of their positions.

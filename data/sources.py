@@ -73,7 +73,7 @@ def given_split(
 
 
 def normalized(text: str) -> str:
-    """Return a text without differences in line ends and outer newlines."""
+    """Return a text with uniform line endings, without newlines at its start and end."""
     return text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
 
 
@@ -94,14 +94,14 @@ def is_held_out(text: str, holdout: int) -> bool:
 
 @dataclass(kw_only=True)
 class Stdlib(Source):
-    """The Python standard library's source files: real text that needs no download.
+    """The Python standard library's source files outside SKIPPED folders; they need no download.
 
     Each file is a document; about one in 20, chosen by the hash of its path, is held out.
     """
 
     def __post_init__(self):
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        # Skipped folders are not searched, as site-packages may have tens of thousands of files.
+        # Skipped folders in the root are not searched: site-packages may be very large.
         paths = list(self.root.glob("*.py"))
         for folder in self.root.iterdir():
             if folder.is_dir() and folder.name not in SKIPPED:
@@ -155,7 +155,7 @@ class Packages(Source):
         return json.dumps([[str(file), file.hash and file.hash.value] for file in self.files])
 
     def parts(self) -> Iterator[DocumentPart]:
-        lines = set()  # hashes of the lines of all files so far
+        lines = set()  # hashes of long lines in the files yielded so far
         for file in self.files:
             with tokenize.open(file.locate()) as source:
                 text = source.read()
@@ -188,11 +188,11 @@ class Text(Source):
     """The user's own files: `path` is a file, a glob, a folder, or a list of these.
 
     A text file is split into documents at lines equal to `separator`; .jsonl and .parquet files
-    have one document per row, in `text_field`. The files of the path `validation` are held out.
-    Without it, about one document in `holdout` is chosen by hash, but at least one in total and at
-    most about half of the text (three quarters with holdout=2). If there is only one document, its
-    last 5% is held out, but at most MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot
-    be read as text.
+    have one document per row, in `text_field`. The files that `validation` names are held out.
+    Without it, about one document in `holdout` is held out, chosen by hash. If that is nothing or
+    far too much text, the document whose length is closest to 1 / `holdout` of the text is held out
+    instead. If there is only one document, its last 5% is held out, but at most about
+    MAX_VALIDATION_BYTES. Raises ValueError for a file that cannot be read as text.
     """
 
     path: Paths
@@ -225,12 +225,12 @@ class Text(Source):
             num_bytes += len(part.text.encode())
             num_inside += part.text.count(self.separator)
         if not hashes:
-            raise ValueError(f"no documents ({self.path}). fix: use files that contain text")
+            raise ValueError(f"the files contain no text ({self.path})")
         if self.separator and num_inside > len(hashes):
             print0(
                 f"warning: {self.separator} occurs {num_inside} times inside documents, where it "
-                "is ordinary text. Only a line of a text file that contains nothing else separates "
-                "documents"
+                "is ordinary text. In a text file, only a line that contains nothing else "
+                "separates documents"
             )
 
         # A single document: hold out its end.
@@ -241,7 +241,7 @@ class Text(Source):
             return
 
         # Hold out one document in `holdout`. If no document is chosen, or far too much text, hold
-        # out the document whose share is closest to one in `holdout`.
+        # out the document whose length is closest to 1 / `holdout` of the text.
         held_out = {number for number in hashes if number % self.holdout == 0}
         most = num_chars * (1 + 1 / self.holdout) / 2
         if not 0 < sum(lengths[number] for number in held_out) <= most:
@@ -274,11 +274,11 @@ class Text(Source):
 class Hub(Source):
     """A public dataset on the Hugging Face Hub, read with `datasets`.
 
-    With `tokens`, the dataset is streamed instead of downloaded, up to that many training tokens.
-    `validation` names the dataset's validation split; without it, about one document in `holdout`
-    is held out, chosen by hash. If rows are lines, the regular expression `starts` matches the
-    lines that begin a document. The cache key consists of these settings, so a branch given as
-    `revision` is read only once.
+    With `tokens`, the dataset is streamed, not downloaded, until it has yielded that many training
+    tokens. `validation` names the dataset's validation split; without it, about one document in
+    `holdout` is held out, chosen by hash. If rows are lines, the regular expression `starts`
+    matches the lines that begin a document. The cache key contains these settings, not the data, so
+    later commits to a branch given as `revision` are not read.
     """
 
     repo: str
@@ -323,7 +323,8 @@ class Hub(Source):
                 text = row.get(self.text_field)
                 if not isinstance(text, str):
                     raise ValueError(
-                        f"{self.text_field!r} is not a field with text ({', '.join(row)})"
+                        f"a row has no text in data.text_field={self.text_field} (fields: "
+                        f"{', '.join(row)})"
                     )
                 if lines and (self.starts is None or re.match(self.starts, text)):
                     yield "".join(lines)
@@ -333,6 +334,6 @@ class Hub(Source):
             reason, _, _ = str(error).partition("\n")
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason or type(error).__name__}). "
-                "fix: check the network, data.repo and data.text_field"
+                "fix: check the network and data.repo"
             ) from None
         yield "".join(lines)

@@ -2,8 +2,8 @@
 
 Only the answers of a task count toward its loss. The size of a row is its number of answers; the
 configured sizes alternate from row to row. An evaluation reports the accuracy for each size, and
-for ranges of the distance between an answer and its source. `Task.floor` is the accuracy if each
-row gets its best constant answer.
+for ranges of the distance between an answer and its source. `Task.floor` is the accuracy of
+answering all queries of a row with its most frequent answer.
 """
 
 import math
@@ -63,9 +63,9 @@ class Task(Source):
             self.row(np.random.default_rng(0), max(self.sizes))
         except (ValueError, IndexError):
             raise ValueError(
-                f"rows with {self.sizes} answers do not fit (context={self.context}, "
-                f"data.vocab_size={self.vocab_size}). fix: increase these values, or use smaller "
-                "data.pairs"
+                f"rows with {max(self.sizes)} answers do not fit (context={self.context}, "
+                f"data.vocab_size={self.vocab_size}). fix: a larger context or data.vocab_size, "
+                "or smaller data.pairs"
             ) from None
 
     @property
@@ -103,7 +103,7 @@ class Task(Source):
         # Positions in the flattened inputs.
         first_positions = self.context * np.arange(len(numbers))
         positions += first_positions[:, None]
-        # The class of an answer is the size of its row.
+        # The class of an answer is the index of its row's size.
         classes = torch.tensor(numbers) % len(self.sizes)
         return EvaluationBatch(
             inputs=torch.from_numpy(inputs),
@@ -117,7 +117,7 @@ class Task(Source):
         return self.sizes[number % len(self.sizes)]
 
     def floor(self) -> float:
-        """Return the accuracy of answering all questions of a row with its most frequent answer.
+        """Return the accuracy of answering all queries of a row with its most frequent answer.
 
         It is measured on the held-out rows, and averaged over sizes like the accuracy of a model.
         """
@@ -152,9 +152,9 @@ class Recall(Task):
     """Multi-query associative recall: Arora et al., Zoology, 2312.04927, appendix C.1.
 
     A row begins with keys, each followed by its value. Later each key occurs again, as a query,
-    and its value is the answer. Slots for queries are sampled without replacement, slot i with a
-    probability proportional to i^(power - 1). All other tokens are 0. Keys are sampled without
-    replacement from the lower half of the vocabulary, and values from the upper half.
+    and its value is the answer. Slots for queries are sampled without replacement, slot i (from 1)
+    with a probability proportional to i^(power - 1). All other tokens are 0. Keys are sampled
+    without replacement from the lower half of the vocabulary, and values from the upper half.
     """
 
     pairs: Annotated[list[PositiveInt], MinLen(1)]
@@ -163,7 +163,7 @@ class Recall(Task):
     def __post_init__(self):
         if len(set(self.pairs)) < len(self.pairs):
             raise ValueError(
-                f"data.pairs has duplicates (got {self.pairs}). fix: leave data.pairs out"
+                f"data.pairs has duplicates (got {self.pairs}). fix: list each number once"
             )
         super().__post_init__()
 
@@ -174,8 +174,7 @@ class Recall(Task):
     def row(self, generator: np.random.Generator, size: int) -> Row:
         inputs = np.zeros(self.context, np.int64)
 
-        # The pairs. Two ids are neither keys nor values: 0 in the lower half of the vocabulary, and
-        # BOS in the upper half.
+        # The pairs. 0 is not a key, and BOS, the last id, is not a value.
         half = self.vocab_size // 2
         keys = 1 + generator.choice(half - 1, size, replace=False)
         values = half + generator.choice(half - 1, size, replace=False)
@@ -238,7 +237,7 @@ class TaskCorpus(Corpus):
 
     @property
     def description(self) -> str:
-        return f"{self.task.name} of {self.task.sizes}"
+        return f"{self.task.name} with {self.task.sizes} answers per row"
 
     def with_context(self, context: int) -> "TaskCorpus":
         return replace(self.task, context=context).corpus()

@@ -56,7 +56,7 @@ class Tokenizer(ABC):
     def load(path: str | Path) -> "Tokenizer":
         """Read a tokenizer.model, from SentencePiece or IdTokenizer, or a tokenizer.json.
 
-        Raises OSError if the file cannot be read, and ValueError if it is not a tokenizer.
+        Raises OSError if the file cannot be read, and ValueError if it is not a usable tokenizer.
         """
         path = Path(os.path.expanduser(path))
         content = path.read_bytes()
@@ -81,17 +81,17 @@ class Tokenizer(ABC):
             return tokenizer
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
-                f"not a readable tokenizer, or one without an EOS token ({path}: {error}). fix: set "
-                "data.tokenizer to a different file, or import this file's folder with "
-                "tools.import_hf"
+                f"not a readable tokenizer, or one without an EOS token ({path}: {error}). fix: "
+                "set data.tokenizer to a different file, or first import the transformers model "
+                "with tools.import_hf"
             ) from None
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Train a tokenizer on texts, with at most `vocab_size` tokens.
 
-        These include the control tokens, all 256 bytes, newlines and runs of spaces. Raises
-        ValueError if the text is too short, or `vocab_size` too small for the tokens above.
+        These include the control tokens, all 256 bytes and every frequent character. Raises
+        ValueError if the text is too short, or `vocab_size` too small for these tokens.
         """
         # Read all texts first: SentencePiece turns an exception in its iterator into a
         # RuntimeError, even one raised by a signal handler.
@@ -119,7 +119,7 @@ class Tokenizer(ABC):
                 minloglevel=2,
             )
         except RuntimeError as error:
-            fix = "use more text, or a smaller data.vocab_size"
+            fix = "use more text"
             # SentencePiece requires a token for each byte and each frequent character.
             smallest = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
             if smallest:
@@ -172,7 +172,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Encode without BOS and EOS; special tokens in the text are encoded as in a prompt."""
+        """Encode without adding BOS or EOS; encode special tokens in the text as in a prompt."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
@@ -229,7 +229,7 @@ class SentencePieceTokenizer(Tokenizer):
         space_tokens = self.processor.piece_to_id(SPACE_BYTES)
         assert len(space_tokens) == len(SPACE_BYTES)
         self.text_separators = {SPACE: space_tokens}
-        # In a prompt, the text of BOS, EOS or another control token is encoded as that token.
+        # In a prompt, the text of a special token becomes this token, unless it is to be split.
         self.prompt_separators = dict(self.text_separators)
         for token in range(self.vocab_size if not splits_special_tokens(files) else 0):
             if self.processor.is_control(token) or self.processor.is_unknown(token):
@@ -241,7 +241,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def processor_inside(self) -> spm.SentencePieceProcessor:
-        """A processor for the rest of a text, without the space that some models prepend."""
+        """A processor for later parts of a text, without the space that some models prepend."""
         model = ModelProto()
         model.CopyFrom(self.model)
         model.normalizer_spec.add_dummy_prefix = False
@@ -310,12 +310,12 @@ class JsonTokenizer(Tokenizer):
         self.processor.no_truncation()
         vocabulary = self.processor.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        # Byte tokens, and special tokens, which decode to an empty string.
+        # Byte tokens, and added tokens, which may decode to an empty string.
         byte_tokens = {vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         self.unstable_tokens = byte_tokens.union(self.processor.get_added_tokens_decoder())
         self.set_special_ids(json.loads(files["generation_config.json"]))
-        # BOS and EOS are special even if the file does not mark them as such: text in a document
-        # never becomes BOS or EOS, and both decode to an empty string.
+        # If BOS and EOS are added tokens, mark them as special: text in a document must not become
+        # BOS or EOS, and both must decode to an empty string.
         for token, added in self.processor.get_added_tokens_decoder().items():
             if token in (self.bos, *self.eos_ids) and not added.special:
                 added.special = True
@@ -360,8 +360,8 @@ class IdTokenizer(Tokenizer):
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise ValueError(
-                    f"the run has no tokenizer, and this is not a token id below {self.vocab_size} "
-                    f"({word}). fix: write ids such as 2; for text, choose a run with a tokenizer "
+                    f"the run has no tokenizer, so text must be token ids below {self.vocab_size} "
+                    f"({word}). fix: write ids such as 2; for words, choose a run with a tokenizer "
                     "(--run), train on data=text, or give data=tokens a data.tokenizer=FILE"
                 )
             tokens.append(int(word))

@@ -18,8 +18,8 @@ class Sequence:
 
     `tokens` starts with the prompt, and loses its older half when it outgrows the context; `seen`
     keeps every token of the full prompt and continuation. `seed` seeds the sampling. `prompt` is
-    the prompt's text, and `index` numbers the sequences in a call from 0; both are used only for
-    output. `finish_reason` is None while tokens are generated, then "eos", "stop" or "length".
+    the prompt's text, and `index` counts the results of `new_sequences` from 0; both are used only
+    for output. `finish_reason` is None while tokens are generated, then "eos", "stop" or "length".
     """
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
-        """Stop generating; the engine then assigns the row to a different sequence."""
+        """Stop generating; the engine then frees the row for the next sequence."""
         self.finish_reason = reason
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # importing Dynamo takes a second
     from torch._dynamo.types import GuardFilterEntry
 
 CACHE_MULTIPLE = 256  # tokens; torch's compile cache is reused if the capacity is the same
-READ_SLOTS_MULTIPLE = 256  # slots; decode steps read the filled slots, rounded up to this multiple
+READ_SLOTS_MULTIPLE = 256  # `count_slots` rounds the number of filled slots up to a multiple of it
 # Eager steps that let libraries allocate their workspaces, before a CUDA graph is recorded.
 NUM_WARM_UPS = 3
 
@@ -28,10 +28,10 @@ class Engine:
     """Extends sequences token by token, several at a time.
 
     Each row of the cache decodes one sequence at a time; the cache must have room for the
-    longest sequence, or for a full context. Without a cache, there is one row, and each step
-    recomputes all of its tokens; the samples are the same. A prompt is prefilled in chunks of
-    `prefill_chunk` tokens. A sequence that outgrows the context loses its older half and is
-    prefilled again.
+    longest sequence, or for a full context. Prompts are prefilled into it in chunks of up to
+    `prefill_chunk` tokens. Without a cache, there is one row, and each step recomputes all of its
+    tokens; except for rounding, the samples are the same. A sequence that outgrows the context
+    loses its older half and is prefilled again.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Engine:
         self.num_rows = 1 if cache is None else len(cache.lengths)
         weight = model.embed.weight
         self.state = SamplerState.empty(self.num_rows, len(weight), weight.device)
-        # The view of the cache's filled slots that decode steps read (`read_slots`).
+        # The view of the cache that decode steps read, limited by `read_slots`.
         self.read_view = cache
         # The result of `compile`: the decode step on CUDA, only the model's forward on a CPU.
         self.compiled_step: Callable[..., Tensor] | None = None
@@ -75,10 +75,10 @@ class Engine:
                 for row in changed:
                     self.prefill(row, [active[row]])
 
-            # On a GPU, launch the next step before the host waits for the current step's tokens, so
-            # that the two overlap; the event marks the end of the current step. A row whose
+            # On CUDA, launch the next step before the host waits for the current step's tokens, so
+            # that the GPU stays busy; the event marks the end of the current step. A row whose
             # sequence has ended or fills the cache may thus take one step too many. What that step
-            # stores and samples is never read, because the row is prefilled first. Other devices
+            # stores and samples is never read: the row stays free or is prefilled. Other devices
             # have no such event, so their copy waits.
             is_cuda = self.state.tokens.is_cuda
             host_tokens = self.state.tokens.to("cpu", non_blocking=is_cuda, copy=True)
@@ -149,7 +149,7 @@ class Engine:
         """Empty a cache, and run prompts (N, T) through the model into its first N rows.
 
         Padding is -1, and occurs only if `is_ragged`. Returns the hidden states (N, P, D) of the
-        last chunk, which has at most `prefill_chunk` tokens.
+        last chunk, which has P <= `prefill_chunk` tokens.
         """
         cache.reset()
         cache = cache.rows(slice(len(tokens)))
@@ -157,7 +157,7 @@ class Engine:
         for chunk in tokens.split(self.prefill_chunk, dim=1):
             end += chunk.shape[1]
             padding = (chunk < 0).sum(dim=1) if is_ragged else None
-            # Attend only to the cache slots that are filled after this chunk.
+            # Attend only to the cache slots that are filled once this chunk is stored.
             filled = cache.first_slots(end)
             hidden, _ = self.model.hidden_states(chunk.clamp(min=0), filled, padding)
         return hidden
@@ -188,7 +188,7 @@ class Engine:
     def advance(self) -> None:
         """Decode each row's newest token and sample the next one.
 
-        The step is compiled or captured if `compile` or `capture` has run.
+        The step is compiled or captured if `compile` or `capture` has succeeded.
         """
         if self.graph is not None:
             self.graph.replay()
@@ -208,12 +208,12 @@ class Engine:
         return self.model(self.state.tokens, self.read_view)[:, -1]
 
     def next_logits_of(self, slots: Tensor) -> Tensor:
-        """Like `next_logits`, but read only len(slots) cache slots, which may vary per call."""
+        """Like `next_logits`, but read the first len(slots) cache slots, a number that may vary."""
         return self.model(self.state.tokens, self.cache.first_slots(len(slots)))[:, -1]
 
     @property
     def can_capture(self) -> bool:
-        """Whether `capture` is possible: on CUDA, with a cache, and not compiled."""
+        """Whether `capture` is possible: on CUDA, with a cache, not yet compiled or captured."""
         is_eager = self.compiled_step is None and self.graph is None
         return is_eager and self.cache is not None and self.state.tokens.is_cuda
 
@@ -221,11 +221,11 @@ class Engine:
     def capture(self) -> None:
         """Record the eager decode step, with sampling, as a CUDA graph; empty the cache.
 
-        Launching an eager step's kernels one by one takes longer than running them; a replay
+        Launching an eager step's kernels one by one can take longer than running them; a replay
         launches all of them at once. Recording needs no compiler and takes a fraction of a second.
         The graph reads all slots, at the addresses of the cache and the state, as in `compile`. If
-        the step cannot be recorded because it synchronizes with the host, it stays eager and a note
-        is printed.
+        the step cannot be recorded, for example because it synchronizes with the host, it stays
+        eager and a note is printed.
         """
         self.read_view = self.cache
         stream = torch.cuda.Stream()
@@ -252,21 +252,21 @@ class Engine:
     def compile(self) -> None:
         """Compile the decode step of an engine with a cache, and empty the cache.
 
-        On a CPU, one compiled graph serves all cache lengths, or two if a sparse layer selects
-        fewer keys than the cache holds; the number of slots that it reads is a dynamic size. On
-        CUDA, one CUDA graph covers the step from the embedding to the sampled tokens, and reads all
-        slots. It reads and writes the cache and the state at recorded addresses; prefill
-        writes to the same addresses between two steps, in stream order.
+        On a CPU, one compiled graph serves all cache lengths, because the number of slots that it
+        reads is a dynamic size; sparse layers may need further graphs. On CUDA, one CUDA graph
+        covers the step from the embedding to the sampled tokens, and reads all slots. It reads and
+        writes the cache and the state at recorded addresses; prefill writes to the same addresses
+        between two steps, in stream order.
 
-        Compiled steps do not notice later changes of the model, the cache's memory or the sampler.
+        Compiled steps may not notice later changes of the model, the cache's memory or the sampler.
         """
         assert self.graph is None
         is_cuda = self.state.tokens.is_cuda
         options = compilation.decode_options(self.state.tokens.device)
-        # Do not compile sampling for a CPU, because a compiled argmax takes half of a step's time.
+        # Do not compile sampling for a CPU: a compiled argmax is not vectorized (docs/dev/log.md).
         function = self.decode_step if is_cuda else self.next_logits_of
-        # The guards on the model and the cache, which never change, would take a tenth of a short
-        # step. Without them, the graphs must not be shared with other engines.
+        # The guards on the model and the cache, which never change, would take about a tenth of a
+        # short step. Without them, the graphs must not be shared with other engines.
         compiled = torch.compile(
             function,
             dynamic=False if is_cuda else None,
@@ -285,8 +285,8 @@ class Engine:
         else:
             self.read_slots(1)
         self.run_compiled(compiled)
-        # A sparse layer selects keys only if the step reads more slots than it selects, which takes
-        # another graph.
+        # A sparse layer selects keys only if the step reads more slots than `keys_per_query`.
+        # Selecting takes another graph.
         for keys_per_query in sorted(
             {block.attention.keys_per_query for block in self.model.blocks}
         ):
@@ -312,7 +312,7 @@ class Engine:
 
 
 def keep_changing_guards(guards: Iterable["GuardFilterEntry"]) -> list[bool]:
-    """Keep only the guards on the number of slots and on global state, whose name is empty."""
+    """Keep only guards on the number of slots, and guards on global state, which have no name."""
     return [guard.name in ("", "slots") for guard in guards]
 
 
@@ -325,10 +325,10 @@ def first_line(error: BaseException) -> str:
 def new_cache(
     model: Transformer, sequences: list[Sequence], batch_size: int, dtype: torch.dtype | None = None
 ) -> Cache:
-    """Allocate a cache for up to `batch_size` sequences at once, with room for the longest.
+    """Allocate a cache for up to `batch_size` sequences at once.
 
-    `dtype` defaults to the weights' dtype. Without sequences, the cache has one row for a full
-    context.
+    Rows have room for the longest sequence, but at most for a full context; without sequences, one
+    row has room for a full context. `dtype` defaults to the embedding's dtype.
     """
     lengths = [len(sequence.tokens) + sequence.max_new_tokens for sequence in sequences]
     length = max(lengths, default=model.context)

@@ -1,4 +1,4 @@
-"""Load a model with its tokenizer and name from a path, for generation."""
+"""Load a model for generation, with its tokenizer and its name."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def load(
     Without a path, load the run in runs/ that saved most recently. `dtype` is auto, fp32, bf16 or
     int8; `context` overrides the training context. Returns the model, its tokenizer and its name.
     On a CUDA GPU, this disables cuDNN attention in the whole process, in favor of flash attention.
-    Raises ValueError for an unknown dtype or device, or if there is no model, and IntegrityError if
-    the checkpoint is damaged.
+    Raises ValueError for an unknown dtype, for a device that torch cannot use, or if there is no
+    model, and IntegrityError if the checkpoint is damaged or does not fit `context`.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype ({dtype}). fix: choose one of {', '.join(DTYPES)}")

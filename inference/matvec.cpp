@@ -72,7 +72,7 @@ INLINE Sums load(const BFloat16* from) { return load(reinterpret_cast<const Wide
 #endif
 
 // int8 products are summed in int32. OFFSET is added to each weight, and the sums are corrected for it.
-#ifdef __AVX512VNNI__  // `add` adds four products to each sum, each of an unsigned and a signed number
+#ifdef __AVX512VNNI__  // `add` adds four products of an unsigned and a signed number to each sum
 #define HAS_INT8
 constexpr int OFFSET = 128;
 template <>
@@ -342,7 +342,7 @@ INLINE Sums exponential(Sums x) {
   return x < -87.0f ? Sums{} : power * two_to_n;
 }
 
-// Turn a chunk's scores into weights. Slots that are not visible, and those from `count` on, get a weight of 0.
+// Turn a chunk's scores into weights. Slots that are not visible, and slots from `count` on, get a weight of 0.
 template <class Visible>
 void apply_softmax(float* scores, float scale, int64_t count, const Visible& is_visible, Part& part) {
   for (int64_t slot = 0; slot < CHUNK; slot++) {
@@ -411,7 +411,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& m
     for (int64_t chunk = begin; chunk < end; chunk++) {
       const int64_t row = chunk / chunks, first = chunk % chunks * CHUNK, chunk_end = std::min(first + CHUNK, slots);
 
-      // Scores. All heads of a few slots come before the next slots, in the order of the memory.
+      // Scores. All heads of a few slots come before the next slots, in memory order.
       for (int64_t slot = first; slot < chunk_end; slot += GROUP) {
         const int64_t count = std::min(GROUP, chunk_end - slot);
         for (int64_t head = 0; head < key_heads; head++) {

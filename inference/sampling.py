@@ -70,7 +70,7 @@ def sample(
 def argmax(x: Tensor) -> Tensor:
     """x (..., V) -> the index (...) of the largest value, or of the first one among equal ones."""
     if x.device.type == "cpu":
-        # NumPy's kernel uses vector instructions. torch's would take a tenth of a decode step.
+        # NumPy's kernel is vectorized; torch's takes 90 us of a 1.2 ms step (docs/dev/log.md).
         return torch.as_tensor(x.detach().numpy().argmax(axis=-1))
     return x.argmax(dim=-1)
 

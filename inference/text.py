@@ -39,7 +39,7 @@ def stream_text(
     batch_size: int = 8,
     **options: float,
 ) -> Iterator["StreamingText"]:
-    """Continue prompts token by token; yield a prompt's text whenever it has a new token.
+    """Continue prompts token by token; yield a prompt's continuation whenever it has a new token.
 
     The caller may stop after any token. `options` are passed to `sampling.sample`: temperature,
     top_k, top_p and so on.
@@ -88,7 +88,7 @@ def check_stop_texts(tokenizer: Tokenizer, stop_texts: str | Iterable[str]) -> t
         tokens = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in stop]
         special = {token for token in tokens if tokenizer.decode([token]) == ""}
         if special - {*tokenizer.eos_ids}:
-            print0(f"warning: {stop!r} stops only at ordinary text, not at the special token")
+            print0(f"warning: {stop!r} stops only at ordinary text, never at a special token")
         if "\\n" in stop:
             print0(
                 f"warning: {stop!r} contains a backslash, not a newline, which is $'\\n' in bash"
@@ -110,7 +110,7 @@ class StreamingText:
         self.stop_texts = stop_texts
         self.text = ""
         self.num_printed = 0  # characters of `text` that `take_new` has returned
-        self.decoded = ""  # `text`, followed by a possible prefix of a stop text
+        self.decoded = ""  # `text`, followed by characters that may begin a stop text
         # New tokens are decoded together with the previous ones, so that a word keeps the space
         # before it, which the tokenizer may drop at the beginning of a text.
         self.previous = sequence.tokens[:-1]
@@ -121,7 +121,7 @@ class StreamingText:
         """Add the sequence's newest token, and finish the sequence at a stop text."""
         self.decode_newest()
 
-        # Pass on all text except a stop text or a possible prefix of one.
+        # Pass on the text before a stop text; hold back the last characters, which may begin one.
         end = len(self.decoded)
         starts = [self.decoded.find(stop) for stop in self.stop_texts if stop in self.decoded]
         if starts:
@@ -166,7 +166,7 @@ class StreamingText:
 
 
 def print_texts(texts: Iterator[StreamingText], *, has_headings: bool) -> int:
-    """Print one text as it grows; print several in their order, each when it is complete.
+    """Print one text as it grows; print several in their order, each as a whole.
 
     `texts` yields a text whenever it has a new token. With `has_headings`, there are several texts,
     and a heading shows the number and prompt of each. Returns the number of generated tokens.

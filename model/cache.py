@@ -1,7 +1,7 @@
 """The cache that a model keeps between forward passes, in tensors that are allocated only once.
 
-Its rows are independent. A single tensor holds the row lengths for all layers. Decoding
-therefore changes no Python value, and a single compiled decode step serves every length.
+Rows are independent. A single tensor holds their lengths for all layers. Storing tokens therefore
+changes no Python value, and a compiled decode step is not recompiled when rows grow.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class LayerCache:
         used: one slot, or more in the view that `first_slots` returns.
     scales[name] (B, slots, K, 1): in an int8 cache, the fp16 scale of each feature vector. Features
         with E = 1 have none, because they are in fp32 or wider in every cache.
-    states[name] (B, ...): what does not grow with the row. States are in fp32 or wider, except that
-        `low_precision_states` are in the cache's dtype (bf16 for int8). The layer writes to them.
+    states[name] (B, ...): what is stored once per row; the layer writes to it. States are in
+        fp32 or wider, except that `low_precision_states` are in the cache's dtype (bf16 for int8).
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """The size of the states and of the first `size` slots in bytes, filled or not."""
+        """The size in bytes of the states and of the first `size` slots, filled or not."""
         slots = [x[:, : self.size] for x in (*self.features.values(), *self.scales.values())]
         return sum(x.nbytes for x in (*slots, *self.states.values()))
 
     def update(self, ctx: ForwardContext, **new: Tensor) -> tuple[dict[str, Tensor], AttentionMask]:
         """Store the new tokens' features (B, T, ...), passed by name.
 
-        Returns the features (B, S, ...) of the stored and the new tokens, in the dtypes of the new
+        Returns the features (B, S, ...) of the cached and the new tokens, in the dtypes of the new
         features, and which of these tokens each new token attends to.
         """
         assert new.keys() == self.features.keys(), (new.keys(), self.features.keys())
@@ -93,7 +93,7 @@ class LayerCache:
             assert x.shape[2:] == self.features[name].shape[2:], (name, x.shape)
         num_new = ctx.positions.shape[1]
         if self.is_ring and num_new > 1:
-            # Copy before writing, which overwrites tokens that the earliest new tokens attend to.
+            # Copy before writing, which may overwrite tokens that the first new tokens attend to.
             cached = self._read(new)
             features = {name: torch.cat((cached[name], x), dim=1) for name, x in new.items()}
             self._write(ctx, new)
@@ -123,10 +123,10 @@ class LayerCache:
         return feature.masked_fill(is_empty, 0.0)[:, None]
 
     def first_slots(self, count: int) -> "LayerCache":
-        """Return a view that uses only the first `count` slots; it shares the tensors.
+        """Return a view that uses at most the first `count` slots; it shares the tensors.
 
-        No row may contain more than `count` tokens after the next update. A ring with more slots
-        than that does not wrap around, so its view is an ordinary cache.
+        No row may contain more than `count` tokens after the next update. A ring with more than
+        `count` slots then does not wrap around, so its view is an ordinary cache.
         """
         # Do not compare with ==, so that compiled code does not specialize on a dynamic count.
         if not self.features or count > self.size or (self.is_ring and count >= self.size):
@@ -179,7 +179,7 @@ class Cache:
 
     `Attention.new_cache` allocates the cache of each layer. A row has room for `capacity` tokens.
     Lengths are on the device, so the caller must count the tokens: a row that outgrows the capacity
-    is not detected, and its results are invalid until it is reset.
+    is not detected, and its results may be invalid until it is reset.
     """
 
     def __init__(self, lengths: Tensor, layers: list[LayerCache], capacity: int):

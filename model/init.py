@@ -1,7 +1,7 @@
 """Initial values of all parameters.
 
-Each parameter has its own random generator, so parameters with the same name and shape start with
-the same value in all models that have the same seed.
+Each parameter has its own random generator, so layers of the same type, shape and name start with
+the same values in all models that have the same seed.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ def initialize(model: Transformer, seed: int) -> None:
 def initial_values(model: Transformer, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter with its initial value, on the CPU in fp32.
 
-    A value depends only on the seed and on its parameter's name and shape. The parameter may be on
-    a different device, or sharded across several devices.
+    A value depends only on the seed, on the parameter's name and shape, and on the module's type.
+    The parameter may be on a different device, or sharded across several devices.
     """
     for path, parameter in model.named_parameters():
         # The generator depends on the name, not on the parameters sampled before.

@@ -27,7 +27,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
-    """Bound x to the range from -softcap to softcap with a tanh, in fp32. Gemma 2, 2408.00118."""
+    """Bound x to [-softcap, softcap] with a tanh in fp32; None: no bound. Gemma 2, 2408.00118."""
     if softcap is None:
         return x
     y = (fp32(x) / softcap).tanh()
@@ -48,7 +48,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer, by default without a bias. inference/quantize.py replaces it for decoding."""
+    """A linear layer, by default without a bias; inference/quantize.py can replace it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias)
@@ -71,7 +71,7 @@ class FusedPart(nn.Module):
 
 
 def project(x: Tensor, *linears: nn.Module) -> Iterator[Tensor]:
-    """Apply linear layers to the same x (..., N); yield the outputs of each layer.
+    """Apply linear layers to the same x (..., N); yield each layer's output.
 
     For decoding, inference/quantize.py makes the layers named in a module's `fused_projections`
     parts of one larger layer, because one product takes less time than several small ones.
@@ -179,7 +179,7 @@ def no_feed_forward(dim: int, hidden: int) -> None:
 
 
 def take_along(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Compute x.take_along_dim(index, dim). In other dimensions, `index` matches x or has size 1.
+    """Compute x.take_along_dim(index, dim). Other dimensions of `index` match x or have size 1.
 
     Unlike take_along_dim, it keeps dynamic sizes dynamic in compiled code.
     """

@@ -19,7 +19,7 @@ from run.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class ResidualSum(torch.autograd.Function):
-    """x (fp32) + y (bf16) -> fp32, with a gradient that may be rounded to bf16.
+    """x (fp32) + y (bf16) -> fp32, with a gradient that is rounded to bf16.
 
     The backward pass reads and writes the gradient of the residual stream in each layer, and the
     products of the layer that computed y need it in bf16. The sum itself needs fp32
@@ -188,10 +188,10 @@ class Transformer(nn.Module):
     def training_flops(self, *, whole_attention: bool = False) -> float:
         """Return forward and backward FLOPs per token, averaged over a full context.
 
-        A backward pass costs two forward passes. In a forward pass, a matrix in the blocks or the
-        head costs 2 FLOPs per weight; the embedding is a lookup. With `whole_attention`, attention
-        costs as much for every token as for the last token of a context, as nanoGPT, nanochat and
-        torchtitan count it.
+        A backward pass costs as much as two forward passes. In a forward pass, a matrix in the
+        blocks or the head costs 2 FLOPs per weight; the embedding is a lookup. With
+        `whole_attention`, attention costs as much for every token as for the last token of a
+        context, as nanoGPT, nanochat and torchtitan count it.
         """
         weights = self.unembedding.numel()
         weights += sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)

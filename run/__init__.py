@@ -12,5 +12,5 @@ from run import threads
 
 ROOT = Path(__file__).parents[1]  # the repository's root folder
 
-# Every command imports this package before torch, whose libraries read these settings only once.
+# train.py imports this package before torch, whose libraries read these settings only once.
 threads.limit_spin_wait()

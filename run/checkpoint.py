@@ -4,7 +4,7 @@ step-00000500/  model.safetensors  state.pt  config.json  tokenizer.model  manif
 (or tokenizer.json and its configs)
 
 A folder is written under another name, synced to disk, and then renamed. Its manifest lists the
-SHA-256 of every file. Prepared text is stored in the same way. See docs/dev/testing.md.
+SHA-256 of every other file. Prepared text is stored in the same way. See docs/dev/testing.md.
 """
 
 import errno
@@ -37,8 +37,7 @@ NUM_KEPT = 2
 MOST_LAYERS = 2**12  # limit for models from untrusted checkpoints
 STEPS = "step-" + 8 * "[0-9]"
 UNFINISHED = ".tmp-"  # begins the names of folders that are being written or removed
-# Exceptions that can be raised while untrusted content is parsed, or while a model is built from
-# it. Any other exception is a bug in this program.
+# Exceptions that can be raised while untrusted content is parsed, or a model is built from it.
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -53,7 +52,7 @@ UNREADABLE = (
 # fit together, or torch may reject its numbers.
 UNRUNNABLE = (ValueError, ArithmeticError)
 STATE = ("state.pt",)  # not read where only the model is needed
-FIX = "use an older checkpoint, or start a new run in a different folder"
+FIX = "use another checkpoint, or start a new run in a different folder"
 
 
 # Folders that are complete or absent.
@@ -63,7 +62,7 @@ FIX = "use an older checkpoint, or start a new run in a different folder"
 def atomic_directory(folder: Path) -> Iterator[Path]:
     """Yield an empty directory to write files to, and rename it to `folder` at the end.
 
-    `folder` must not exist yet. If anything fails before that, no directory is left behind.
+    `folder` must not exist yet. If an error prevents the renaming, the new directory is removed.
     """
     assert not folder.exists()
     staging = folder.with_name(UNFINISHED + folder.name)
@@ -113,7 +112,7 @@ def sync(path: Path) -> None:
         is_unreadable = error.errno == errno.EACCES and path.is_dir()
         if error.errno not in UNSUPPORTED and not is_unreadable:
             raise
-        warn_once("files cannot be synced to disk: a power cut may lose the newest checkpoint")
+        warn_once("cannot sync to disk: a power cut may lose the newest files")
 
 
 def acquire(lock: FileLock) -> bool:
@@ -126,7 +125,7 @@ def acquire(lock: FileLock) -> bool:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        warn_once("files cannot be locked on this file system: start only one process per folder")
+        warn_once("this file system cannot lock files: do not start two commands in one folder")
         return False
     return True
 
@@ -162,7 +161,7 @@ def verify(
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder. It loses its name first, so that no crash leaves it there incomplete."""
+    """Rename a folder, then remove it, so that no crash leaves it incomplete under its name."""
     unfinished = folder.with_name(UNFINISHED + folder.name)
     folder.rename(unfinished)
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -299,10 +298,10 @@ def find_model(path: Path | str | None) -> Path:
 def report_unreadable(
     file: Path, exceptions: tuple[type[Exception], ...] = UNREADABLE
 ) -> Iterator[None]:
-    """Raise IntegrityError for content that this program did not write, even if it passes `verify`.
+    """Raise IntegrityError for content that cannot be used, even if it passes `verify`.
 
-    Wrap only the code that reads: if a bug inside raised one of the `exceptions`, it would be
-    reported as a damaged file.
+    Wrap as little code as possible: a bug that raises one of the `exceptions` inside is reported as
+    an invalid file.
     """
     try:
         yield
@@ -314,7 +313,7 @@ def report_unreadable(
 
 
 def load_config(checkpoint: Path) -> dict:
-    """Return the config of the run that wrote a checkpoint. Raises IntegrityError if invalid."""
+    """Read a checkpoint's config. Raises IntegrityError if this fails or it exceeds MOST_LAYERS."""
     file = checkpoint / "config.json"
     with report_unreadable(file):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -324,7 +323,7 @@ def load_config(checkpoint: Path) -> dict:
 
 
 def load_model_config(checkpoint: Path) -> dict:
-    """Return the config of a checkpoint's model. Raises IntegrityError if no model can be built."""
+    """Return a checkpoint's model config. Raises IntegrityError if the model cannot be run."""
     tree = load_config(checkpoint)["model"]
     file = checkpoint / "config.json"
     with report_unreadable(file):
@@ -355,8 +354,8 @@ def run_two_tokens(model: nn.Module) -> nn.Module:
 def load_state(checkpoint: Path, needed: Iterable[str]) -> dict:
     """Read the `needed` entries of the training state.
 
-    Raises IntegrityError if an entry is missing, and for anything except plain tensors, numbers and
-    text, because loading it might run code.
+    Raises IntegrityError if an entry is missing, and for content that torch.load refuses with
+    weights_only=True, because loading it might run code.
     """
     file = checkpoint / "state.pt"
     with report_unreadable(file, (*UNREADABLE, AssertionError, AttributeError)):
@@ -378,8 +377,8 @@ def load_model(
 
     `context` replaces the model's context, if given. `dtype` applies as in `instantiate_model`:
     vectors and buffers may keep wider dtypes. Raises IntegrityError if no model can be built from
-    the config, or if the names or shapes of the stored weights do not match the model, as when a
-    weight's size depends on the context.
+    the config, or if the names or shapes of the stored weights do not match the model, as when
+    `context` changes the size of a weight.
     """
     tree = load_config(checkpoint)["model"]
     if context is not None:

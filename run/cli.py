@@ -1,4 +1,4 @@
-"""Parsing of command-line arguments, shared by the commands other than train.py."""
+"""Parsing of command-line arguments, shared by commands other than train.py."""
 
 import argparse
 import difflib
@@ -54,7 +54,7 @@ def add_run_option(parser: Parser) -> None:
 
 
 def add_model_options(
-    parser: Parser, auto_dtype: str = "bf16 on a CUDA GPU that computes it natively, else fp32"
+    parser: Parser, auto_dtype: str = "bf16 on a CUDA GPU with native bf16, else fp32"
 ) -> None:
     """Add --run, --device and --dtype; `auto_dtype` describes the dtype with --dtype auto."""
     add_run_option(parser)

@@ -26,10 +26,10 @@ BROKEN = "broken"  # name of a file; a cache folder that contains it is not used
 LONG_STEPS = 200
 LONG_MINUTES = 3
 
-# torch.compile's cache is in ours unless $TORCHINDUCTOR_CACHE_DIR is set, which importing
-# torch._dynamo also sets. Each combination of torch version, processor and instruction set
-# ($ATEN_CPU_CAPABILITY) has a separate cache, because torch's cache keys do not include them and
-# machine code compiled for a different combination may crash.
+# torch.compile's cache is in our cache folder unless $TORCHINDUCTOR_CACHE_DIR is set; importing
+# torch._dynamo also sets it. Each combination of torch version, processor and instruction set
+# ($ATEN_CPU_CAPABILITY) has a separate cache, because torch's cache keys do not include all three,
+# and machine code compiled for a different combination may crash.
 MACHINE = sha256(processor_features().encode()).hexdigest()
 CACHE = os.environ.setdefault(
     CACHE_KEY, str(cache_folder() / f"compiled-{torch.__version__}-{MACHINE}")
@@ -90,8 +90,7 @@ def decode_options(device: torch.device) -> dict[str, bool]:
     options = {
         "triton.cudagraphs": True,
         # With this tuning, Inductor fuses matrix products of a single token with the operations
-        # around them; only then do they reach peak bandwidth (`mm` in
-        # torch/_inductor/decomposition.py).
+        # around them (`mm` in torch/_inductor/decomposition.py).
         "coordinate_descent_tuning": True,
     }
     # On Hopper and newer, a kernel may start before the preceding one has ended, and wait only when
@@ -145,9 +144,9 @@ def compile_and_run(
 ) -> object:
     """Call a function that torch.compile compiles; return its result, or None if compiling fails.
 
-    A failure may be caused by a broken file in the cache, so a second attempt uses another folder.
-    With `is_required`, the last failure ends the process with exit code 2, and its message names
-    the `option` that turns compilation off.
+    A failure may be caused by a broken file in the cache. Without torchrun, a second attempt uses
+    another folder. With `is_required`, the last failure ends the process with exit code 2, and its
+    message names the `option` that turns compilation off.
     """
     from torch._inductor.utils import clear_caches
 

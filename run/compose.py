@@ -30,7 +30,7 @@ MODEL_GROUPS = ("attention", "ffn", "norm")  # their presets become part of the 
 # Keys with text values that may look like numbers or contain commas, such as file names.
 DATA_PATHS = ("data.path", "data.validation")
 TEXT_KEYS = ("name", "run_dir", "init_from", *DATA_PATHS, "data.tokenizer")
-# Names of nanoGPT and transformers that mean exactly the same as a key of ours.
+# Names in nanoGPT and transformers that mean the same as a key of ours.
 OTHER_NAMES = {
     "n_layer": "model.depth",
     "num_hidden_layers": "model.depth",
@@ -76,7 +76,7 @@ def compose(overrides: list[str]) -> Settings:
             raise OverrideError(composing_problem(error, words)) from None
     for part in MODEL_GROUPS:
         del keys[part]
-    # Learning rates are scaled only for randomly initialized weights.
+    # By default, learning rates are scaled only for randomly initialized weights.
     names = [word.lstrip("+~") for word in overrides]
     gives_reference = any(name.startswith("optimizer.reference") for name in names)
     if keys["init_from"] is not None and "reference" in keys["optimizer"] and not gives_reference:
@@ -103,8 +103,8 @@ def literal(word: str, text_keys: tuple[str, ...] = TEXT_KEYS) -> str:
     """Return an override as Hydra must read it: text in quotes, and a number such as 1e3 as 1000.
 
     A + before the key is left out, because no key can be added. Raises ValueError for a word that
-    is not KEY=VALUE, for a key that mirrors another one, and for a text key with the value none.
-    Raises OverrideError for a key of Hydra.
+    is neither KEY=VALUE nor ~GROUP.KEY, for a key that mirrors another one, and for a text key with
+    the value none. Raises OverrideError for a key of Hydra.
     """
     if re.fullmatch(r"~\w+\.[\w.]+", word):  # deletes an option that a new `_target_` lacks
         return word
@@ -140,14 +140,14 @@ def original_of(key: str) -> str | None:
 
 
 def check_choice(word: str) -> None:
-    """Raise OverrideError for an override of a group, if its value is not one of its presets."""
+    """Raise OverrideError if an override chooses a preset that does not exist in its group."""
     group, _, name = word.partition("=")
     if group not in GROUPS or name in choices(group):
         return
     names = name.strip("[]").split(",")
     if len(names) > 1 and {*names} <= {*choices(group)}:
         fix = f"python -m tools.compare {group}={','.join(names)} ..."
-        raise OverrideError(f"several presets ({word}). fix: {fix}")
+        raise OverrideError(f"a group takes one preset ({word}). fix: {fix}")
     nearest = difflib.get_close_matches(name, choices(group), 1) or choices(group)
     names = " or ".join(nearest)
     raise OverrideError(f"unknown preset ({word}). fix: {group}={names}")
@@ -172,7 +172,7 @@ def compose_tree(words: list[str]) -> dict:
 def parse_overrides(words: list[str]) -> list["Override"]:
     """Parse overrides, which may be sweeps, into Hydra's objects.
 
-    Raises the same errors as `compose`.
+    Raises the same errors as `compose` for words that cannot be parsed.
     """
     with open_configs():
         # A sweep glob(...), which matches the files of configs/, needs the config loader.
@@ -185,12 +185,12 @@ def parse_overrides(words: list[str]) -> list["Override"]:
 
 
 def composing_problem(error: Exception, words: list[str]) -> str:
-    """Describe Hydra's error, with the nearest key as the fix. Call it within `open_configs`."""
+    """Describe Hydra's error, with the nearest key, if any, as the fix. Call in `open_configs`."""
     if isinstance(error, OverrideParseException):
         return f"cannot parse the value ({error.override}); text may need quotes: 'KEY=\"TEXT\"'"
     text = str(error).strip()
     if "--multirun" in text:
-        return f"several values ({text.splitlines()[0]}). fix: python -m tools.compare ..."
+        return f"a key takes one value ({text.splitlines()[0]}). fix: python -m tools.compare ..."
     unknown = re.match(r"Could not override '([\w.]+)'", text)
     if unknown is None:
         return text.splitlines()[0]
@@ -211,8 +211,8 @@ def nearest_key(key: str, words: list[str]) -> str | None:
     parent, _, last = key.rpartition(".")
     if OTHER_NAMES.get(last) in known:
         return OTHER_NAMES[last]
-    # First among its siblings, then under the same name elsewhere: model.head means model.heads,
-    # not optimizer.reference.head, and attention.heads means model.heads, not attention.kv_heads.
+    # Prefer a similar sibling, then the same name elsewhere: model.head means model.heads, not
+    # optimizer.reference.head, and attention.heads means model.heads, not attention.kv_heads.
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     for names, cutoff in ((siblings, 0.8), (known, 1.0), (known, 0.8)):
         last_parts = [name.rpartition(".")[2] for name in names]
@@ -229,7 +229,7 @@ def choices(group: str) -> list[str]:
 def help_text(overrides: list[str]) -> str:
     """Return the text of `python train.py OVERRIDES --help`.
 
-    It is configs/train.yaml, whose comments explain all keys, and the presets of each group. With
+    It is configs/train.yaml, whose comments explain its keys, and the presets of each group. With
     overrides, the files of the presets that they choose follow, and then the whole config.
     """
     parts = [(CONFIGS / "train.yaml").read_text(encoding="utf-8")]
@@ -247,7 +247,7 @@ def preset_files(group: str, name: str) -> Iterator[str]:
     """Yield the text of a preset's file, and of each preset that it extends."""
     file = CONFIGS / group / f"{name}.yaml"
     yield f"\n# configs/{group}/{name}.yaml\n{file.read_text(encoding='utf-8')}"
-    # An entry is PRESET, PRESET@kinds.KIND or {/GROUP@kinds.KIND: PRESET}.
+    # An entry is PRESET, PRESET@kinds.KIND, or a dict such as {/GROUP@kinds.KIND: PRESET}.
     for entry in OmegaConf.load(file).get("defaults", []):
         parents = [str(entry).partition("@")[0]] if isinstance(entry, str) else entry.values()
         for parent in parents:

@@ -30,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def with_device(self, device: torch.device) -> "Ranks":
-        """Return this process with its device; each process of torchrun uses its own GPU."""
+        """Return a copy with this device or, under torchrun on CUDA, this process's own GPU."""
         if device.type == "cuda" and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
@@ -64,7 +64,7 @@ class Ranks:
         return x.cpu()
 
     def on_rank0(self, action: Callable, *arguments: object) -> object:
-        """Run action(*arguments) on rank 0, and return its pickled result on all ranks.
+        """Run action(*arguments) on rank 0, and return its picklable result on all ranks.
 
         If `action` exits with an exit code, all ranks exit with the same code.
         """

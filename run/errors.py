@@ -13,7 +13,7 @@ from typing import IO, NoReturn
 
 # Exit codes.
 BUG = 1
-OVERRIDE = 1  # an unknown key, or a value that cannot be parsed
+OVERRIDE = 1  # an unknown key or preset, or a value that cannot be parsed
 INPUT = 2
 INTEGRITY = 3
 DIVERGED = 4
@@ -36,11 +36,11 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EO
 
 
 class IntegrityError(Exception):
-    """A file on disk differs from the file that was written."""
+    """A file on disk is damaged, or its content is invalid."""
 
 
 class OverrideError(Exception):
-    """The key of an override is unknown, or its value cannot be parsed."""
+    """The key or preset of an override is unknown, or its value cannot be parsed."""
 
 
 def is_rank0() -> bool:
@@ -70,8 +70,8 @@ def without_fix(problem: object) -> str:
 def exit_on_invalid_input() -> Iterator[None]:
     """Report a ValueError or OSError raised inside as invalid input, with exit code 2.
 
-    An OverrideError has its own exit code, and an OSError in NO_ROOM is raised again. Use this only
-    to check configs and open data, because elsewhere, such an error is a bug.
+    An OverrideError exits with OVERRIDE, and an OSError with an errno in NO_ROOM is raised again.
+    Use this only where input is checked or opened, because elsewhere, such an error is a bug.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def exit_on_invalid_input() -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Report expected problems that can occur at any time in a command. Wraps the whole command."""
+    """Report the expected problems that can occur at any time in a command."""
     try:
         yield
         flush(sys.stdout)
@@ -101,7 +101,7 @@ def report_errors() -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "standard output or an output file"
-        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free disk space, or write elsewhere")
+        exit_with(STORAGE, f"{error.strerror} ({place}). fix: free space, or use another disk")
     finally:
         flush_all()
 

@@ -1,4 +1,4 @@
-"""The folder of a run: how it is chosen and locked, and what may change when it is resumed."""
+"""The folder of a run: how it is chosen and locked, and what may change when the run resumes."""
 
 import os
 import shlex
@@ -19,8 +19,7 @@ from run.settings import Settings, as_typed, flatten
 RUNS = Path("runs")
 
 # Keys and groups of keys that may change when a run is resumed, except optimizer._target_. A change
-# of any other key is refused, because the run would have another model, other batches or another
-# loss.
+# of any other key is refused; most of them would change the model, the batches or the loss.
 RESUMABLE = (
     "data.path",
     "data.validation",
@@ -82,7 +81,7 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
     if refused:
         raise ValueError(
             f"a resumed run cannot change {', '.join(refused)}. fix: leave this out; or start a "
-            "new run, without run_dir and resume, for example from these weights: "
+            "new run, without run_dir and resume, for example from the weights of this run: "
             f"{shlex.quote(f'init_from={run}')}"
         )
 
@@ -102,7 +101,7 @@ def resume_settings(overrides: list[str], saved: dict, run: Path) -> tuple[Setti
     except ValidationError as error:
         keys = ", ".join(sorted({str(problem["loc"][0]) for problem in error.errors()}))
         raise ValueError(
-            f"{run} was trained by another version of this program, with other keys ({keys}). "
+            f"{run} was trained by a version of this program that has other settings ({keys}). "
             f"fix: resume it with that version, or start a new run from its weights: "
             f"{shlex.quote(f'init_from={run}')}"
         ) from None
@@ -186,9 +185,9 @@ def has_checkpoint(run: Path) -> bool:
 def open_run_dir(settings: Settings, ranks: Ranks, resumed: Path | None = None) -> Iterator[Path]:
     """Create and lock the folder of a run on rank 0, and yield it on all ranks.
 
-    The folder is `run_dir`, or else the next free runs/name. `resumed` is the checkpoint that the
-    run continues. Exits with code 2 if the folder is in use or cannot be used, and with code 74 if
-    it cannot be written to.
+    The folder is `run_dir`, or else the next free runs/name. `resumed` is the checkpoint from which
+    the run continues. Exits with code 2 if another process uses the folder or its contents do
+    not fit the run, and with code 74 if it cannot be written to.
     """
     run = ranks.on_rank0(create_run_dir, settings)
     # Only rank 0 acquires the lock. The system releases it if the process is killed; a soft lock,
@@ -233,7 +232,8 @@ def lock_run_dir(run: Path, lock: FileLock, resumed: Path | None) -> None:
     # Another process may have trained there since the settings were read.
     if resumed is None and has_checkpoint(run):
         raise ValueError(
-            f"the folder already contains a run (run_dir={run}). fix: run the command again"
+            f"another process has trained in this folder (run_dir={run}). fix: run the command "
+            "again with resume=true, or choose a different run_dir"
         )
     checkpoint.remove_leftovers(run / "checkpoints")
     if resumed is not None:

@@ -73,7 +73,7 @@ def is_available(kind: str) -> bool:
 
 @cache
 def has_kernels() -> bool:
-    """Whether torch's first kernel runs on the GPU; if not, print a line, once.
+    """Whether a kernel of torch runs on the GPU; if not, print a line, once.
 
     torch also finds GPUs that are too old or too new for its kernels.
     """
@@ -87,7 +87,7 @@ def has_kernels() -> bool:
 
 
 def pick_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products for `precision=wanted`; weights are always in fp32.
+    """Return the dtype of matrix products for `precision=wanted`; weights stay in fp32.
 
     auto picks a dtype that the device multiplies without emulation. Raises ValueError for fp16 on a
     CPU.
@@ -122,7 +122,7 @@ def prepare_for_training(device: torch.device) -> None:
 
     On an NVIDIA GPU from Ampere on, fp32 matrix products run in TF32. On a CPU with glibc, the
     allocator keeps freed memory instead of returning it to the system. Commands that do not call
-    this multiply in full fp32.
+    this multiply fp32 matrices in full fp32.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -144,8 +144,8 @@ def keep_freed_memory(device: torch.device) -> None:
 def use_huge_pages() -> None:
     """Let torch request huge pages for tensors of 2 MiB or more; call before the first tensor.
 
-    Decoding reads all weights for each token. With pages of 4 KiB, which is the default on most
-    systems, looking up the addresses takes up to half of the time
+    Decoding reads the weights for each token. With pages of 4 KiB, the default on most systems,
+    translating their addresses takes up to half of the time
     (docs.kernel.org/admin-guide/mm/transhuge.html). Training does not benefit.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -194,7 +194,7 @@ def peak_bandwidth(device: torch.device) -> float | None:
 
 
 def find_peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
-    """Return the first entry of PEAKS that matches the GPU's name."""
+    """Return the first entry of PEAKS that matches the GPU's name, or (None, None)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for pattern, peaks in PEAKS.items():

@@ -102,8 +102,8 @@ def check_arguments(
             is_needed = False
         if is_needed and parameter.name not in arguments:
             raise ValueError(
-                f"missing key ({path}.{parameter.name}, of {target.__name__}). fix: add it; if an "
-                "older version saved the run, init_from=RUN instead of resume=true"
+                f"missing key ({path}.{parameter.name} of {target.__name__}). fix: add it; if an "
+                "older version saved the run, use that version"
             )
 
     # A class's own annotation of an argument replaces its base class's annotation.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def run_path(path: Path | str) -> Path:
-    """Return the path of a run or checkpoint: runs/NAME if it exists and NAME does not."""
+    """Return the path of a run or checkpoint: `path`, or runs/`path` if only that one exists."""
     path = Path(path)
     named = Path("runs", path)
     # Unlike Path.exists(), this accepts text of any length, such as a prompt.

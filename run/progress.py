@@ -25,7 +25,7 @@ def warn_once(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds, such as 0:04:10."""
+    """Format seconds as hours, minutes and seconds, such as 0:04:10; "?" if infinite."""
     if seconds == math.inf:
         return "?"
     return str(timedelta(seconds=round(seconds)))

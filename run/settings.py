@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from run.ranges import AtLeastTwo, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-CPU_MICRO_BATCH = 8  # maximum number of sequences; larger micro-batches are not faster on a CPU
+CPU_MICRO_BATCH = 8  # sequences, by default; larger micro-batches are not faster on a CPU
 
 # Keys that mirror another key and cannot be overridden: the other key sets them.
 MIRRORED_KEYS = {
@@ -82,8 +82,8 @@ class Settings(BaseModel):
         if self.batch_tokens % unit != 0:
             size = max(unit, self.batch_tokens // unit * unit)
             raise ValueError(
-                f"batch_tokens must be a multiple of {unit}: whole sequences for every process "
-                f"(got {self.batch_tokens} with context={self.context} "
+                f"batch_tokens must be a multiple of {unit}, so that each process has whole "
+                f"micro-batches (got {self.batch_tokens} with context={self.context} "
                 f"micro_batch={self.micro_batch} processes={world_size}). fix: batch_tokens={size}"
             )
 
@@ -104,7 +104,7 @@ class Settings(BaseModel):
 
 
 def describe(key: str, value: object, rule: str) -> str:
-    """Return an error line for a value that breaks a rule, in pydantic's words."""
+    """Return an error line for a value that breaks `rule`, which is in pydantic's words."""
     return f"{key}={as_typed(value)}: {rule}"
 
 

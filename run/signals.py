@@ -19,8 +19,8 @@ EXIT_CODES = {
 class Signals:
     """Inside `with`, a signal ends the process at once; between `arm` and `finish`, it is recorded.
 
-    A second Ctrl-C ends a single process at once, but not under torchrun, which may send its
-    processes the same Ctrl-C twice.
+    A Ctrl-C after a recorded signal ends a single process at once, but not under torchrun, which
+    may send its processes the same Ctrl-C twice.
     """
 
     def __init__(self):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 # Limits of spinning: rounds for GNU's libgomp, whose default of 300,000 takes milliseconds, and
 # milliseconds for Intel's and LLVM's libraries, whose default is 200. The number of rounds was
-# compared on a Zen 4 only (docs/speed.md).
+# compared only on a Zen 4 processor (docs/speed.md).
 SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 
 
 def limit_spin_wait() -> None:
-    """Let threads sleep after a short wait, unless the user has set the environment variables.
+    """Let threads sleep after a short wait, unless the user set OMP_WAIT_POLICY or the SPIN keys.
 
-    Call this before torch is imported, since the libraries read these variables only once.
+    Call this before torch is imported, since its libraries read these variables only once.
     """
     if "OMP_WAIT_POLICY" in os.environ:
         return
@@ -58,7 +58,7 @@ def cpu_quota() -> float | None:
 
 
 def choose_threads(kept: int | None = None) -> str:
-    """Set the number of torch's threads; return a line about it, or "" if torch's own is kept.
+    """Set the number of torch's threads; return a line about it, or "" if torch's number is kept.
 
     The number is torch's own or, in a resumed run, `kept`, because it determines how sums are
     rounded. The cores and the quota of this process limit it. OMP_NUM_THREADS, which torchrun also
@@ -70,7 +70,7 @@ def choose_threads(kept: int | None = None) -> str:
         return ""
     own = torch.get_num_threads()
     most = len(cores())
-    reason = "as at the start of the run" if kept else f"{most} cores"
+    reason = f"the run used {kept} before" if kept else f"{most} cores"
     quota = cpu_quota()
     if quota is not None and quota < (kept or own):
         most = max(1, int(quota))
@@ -79,4 +79,4 @@ def choose_threads(kept: int | None = None) -> str:
     if threads == own:
         return ""
     torch.set_num_threads(threads)
-    return f"computing with {threads} of {own} threads ({reason}; OMP_NUM_THREADS=N changes it)"
+    return f"computing with {threads} threads, not {own} ({reason}; OMP_NUM_THREADS=N changes it)"

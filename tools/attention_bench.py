@@ -1,7 +1,7 @@
 """Time the kernels that can compute the attention of a decode step on this machine's processor.
 
-Each JSON line is one case: a layer of model=15m with 256 or 2,048 slots (`mha`, `gqa` or `mla`) or
-with a window of 128 slots (`mha`); one or eight rows; a cache in bf16, fp32 or int8; compiled or
+Each JSON line is one case: a layer of model=15m with 256 or 2,048 cache slots (`mha`, `gqa` or
+`mla`) or a window of 128 (`mha`); one or eight rows; a cache in bf16, fp32 or int8; compiled or
 not. It gives the median time of each kernel in microseconds, the chosen kernel, and the time of
 this kernel divided by the shortest time. The last line gives the largest of these ratios.
 """
@@ -47,7 +47,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 
 
 class Cached(NamedTuple):
-    """Keys or values (B, S, K, E) in a cache, whose slots are followed by an unused one."""
+    """Keys or values (B, S, K, E) of a cache that has one more slot, which is unused."""
 
     levels: Tensor
     scale: Tensor | None  # (B, S, K, 1), of an int8 cache
@@ -74,7 +74,7 @@ def compare_kernels() -> None:
     for (name, slots), cache_dtype, rows in product(cases, DTYPES, (1, 8)):
         shape = SHAPES[name]
         dtype = DTYPES[cache_dtype]
-        if cache_dtype == "int8":  # as with int8 weights, see inference/load.py
+        if cache_dtype == "int8":  # the dtype used with int8 weights (inference/load.py)
             dtype = torch.bfloat16 if hardware.multiplies_bf16(device) else torch.float32
         q = torch.randn(rows, 6, 1, shape.width).to(dtype)
         k, v = (cached(rows, slots, shape, DTYPES[cache_dtype]) for _ in range(2))

@@ -23,7 +23,7 @@ from run import errors
 from run.cli import Parser, add_model_options, user_path
 
 MAX_LABELED = 32  # prompts with up to this many tokens have axes labeled with their tokens
-SQUARE = 3.0  # inches
+SQUARE = 3.0  # side of a head's plot, in inches
 Maps = dict[int, Tensor]  # weights (H, T, T) by layer number
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         maps = attention_weights(model, sequence.tokens)
         if not maps:
             raise ValueError(
-                "the model has no softmax layers. fix: choose a different model with --run"
+                "the model has no softmax layers. fix: choose a model with softmax layers (--run)"
             )
         labels = [label(tokenizer, token) for token in sequence.tokens]
         others = sorted(set(range(len(model.blocks))) - maps.keys())
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token's text, or its vocabulary entry if it has no text (BOS, a byte)."""
+    """Return a token's text (repr() if invisible), or its vocabulary entry if it has no text."""
     text = tokenizer.decode([token])
     if text == "" or "\ufffd" in text:
         return tokenizer.piece(token)
@@ -90,7 +90,7 @@ def record_weights(
 
 
 def draw(maps: Maps, labels: list[str], title: str, path: Path) -> None:
-    """Draw the weights of all layers to a file; `labels` are the tokens' texts."""
+    """Draw the weights in `maps` to a file; `labels` are the tokens' texts."""
     from matplotlib.figure import Figure
 
     # Otherwise Matplotlib would read $ as the start of a formula.

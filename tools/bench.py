@@ -14,7 +14,7 @@ fixed. The competitors take turns, so that a temporary slowdown of the machine a
 each turn is a process that compiles and then measures. The first turn of a competitor may compile
 for minutes; compile=false disables this, except for the compiled competitor in decoding. A JSON
 line with the medians over the turns is printed for each competitor. Another line has the median,
-over the turns, of our speed divided by the speed of the fastest competitor.
+over the turns, of our speed divided by the speed of `transformers` in its faster form.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from training.steps import Progress
 from training.trainer import Trainer
 
 NUM_TURNS = 4  # of each competitor
-TURN_SECONDS = 5  # that a turn measures at least, after compiling
+TURN_SECONDS = 5  # minimum time that a turn measures, after compiling
 DECODE_CASES = ((1, 256), (8, 256), (1, 2048), (8, 2048))  # number of rows, their final length
 NEW_TOKENS = 255  # generated in each row, after a random prompt
 
@@ -88,11 +88,11 @@ def main(args: argparse.Namespace) -> None:
             context = length + 1
             sizes = [f"context={context}", f"batch_tokens={rows * context}"]
             compare("decode", [*args.overrides, *sizes], {"rows": rows, "length": length})
-    print0("next: try another size, attention or precision; python -m tools.bench --help")
+    print0("next: try another size or precision (see python -m tools.bench --help)")
 
 
 def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
-    """Print a line for each competitor, and our speed divided by the fastest competitor's speed."""
+    """Print a line for each competitor, and our speed divided by the speed of `transformers`."""
     settings, device, precision = bench_settings(overrides)  # exits if an override is wrong
     names = [*COMPETITORS[kind]]
     if compilation.missing_for_compilation(device) is not None and COMPILED in names:
@@ -123,7 +123,7 @@ def compare(kind: str, overrides: list[str], case: dict[str, int]) -> None:
         print(json.dumps(case | {"name": name} | line))
         lines[name] = line
 
-    # The machine's load changes between turns, so compute ratios within turns, then the median.
+    # The machine's load changes between turns, so divide speeds turn by turn; report the median.
     competitors = [name for name in names if not name.startswith("ours")]
     best = min(competitors, key=lambda name: lines[name]["seconds"])
     ratios = []
@@ -149,8 +149,8 @@ def bytes_per_step(settings: Settings, precision: torch.dtype, *, int8: bool) ->
     # If the embedding is not also the head, a step reads only one of its vectors per row.
     if model.head is not None:
         read -= model.embed.weight.nbytes
-    # The step that samples token i of NEW_TOKENS, for i > 1, reads a cache that contains the
-    # previous i - 1 of these tokens.
+    # The step that samples token i of NEW_TOKENS, for i > 1, reads a cache that contains the prompt
+    # and the previous i - 1 of these tokens.
     mean_length = settings.context - 1 - NEW_TOKENS // 2
     num_rows = settings.sequences_per_process(1)
     return read + num_rows * model.cache_bytes(mean_length, precision)
@@ -164,7 +164,7 @@ def start_turn(kind: str, name: str, overrides: list[str]) -> Measurements:
     command = [sys.executable, "-m", "tools.bench", kind, *overrides, "--turn", name]
     process = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
     if process.returncode != 0:
-        errors.exit_with(errors.BUG, f"{name} failed. fix: see the error above")
+        errors.exit_with(errors.BUG, f"{name} failed: see the error above")
     return json.loads(process.stdout.splitlines()[-1])
 
 
@@ -180,7 +180,7 @@ def take_turn(kind: str, name: str, overrides: list[str]) -> Measurements:
     compilation.prepare_to_compile()
     step = COMPETITORS[kind][name](settings, device, precision)
 
-    # The first call compiles and does not count.
+    # The first call, which may compile, does not count.
     step()
     measured = []
     start = perf_counter()
@@ -227,7 +227,7 @@ def train_ours(settings: Settings, device: torch.device, precision: torch.dtype)
 
 
 def train_transformers(settings: Settings, device: torch.device, precision: torch.dtype) -> Step:
-    """Train Llama with torch's fused AdamW, autocast and torch.compile of the whole model."""
+    """Train Llama with fused AdamW, autocast and, if wanted, torch.compile of the whole model."""
     model = transformers_llama(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     forward = model
@@ -259,7 +259,7 @@ def decode_ours(
     model.eval()
     prompts = random_tokens(settings, settings.context - 1 - NEW_TOKENS, device)
 
-    # As in generate.py, use matrix products for few rows, and compile or capture the step.
+    # As in generate.py, use matrix products that are fast for few tokens.
     quantize.load_matvec(cache_folder(), compilation.cpp_compiler())
     quantize.optimize_for_decoding(model, int8)
     cache = model.new_cache(len(prompts), settings.context - 1, precision, device)
@@ -294,7 +294,7 @@ def decode_transformers(
 
     def record_time(ids: Tensor, *_) -> Tensor:
         if not times and device.type == "cuda":
-            torch.cuda.synchronize()  # the GPU may still compute the first token
+            torch.cuda.synchronize()  # the GPU may still be computing the first token
         times.append(perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=device)
 
@@ -342,12 +342,12 @@ def transformers_llama(settings: Settings) -> nn.Module:
 
 
 def llama_config(settings: Settings) -> dict:
-    """Return the model's config.json. Raises ValueError unless it fits LlamaForCausalLM."""
+    """Return config.json. Raises ValueError for settings that LlamaForCausalLM cannot express."""
     config = hf_config.to_hf_config(settings.model)
     if config["model_type"] != "llama" or settings.document_mask:
         raise ValueError(
-            "LlamaForCausalLM cannot express this model. fix: attention=llama ffn=swiglu "
-            "norm=rmsnorm document_mask=false"
+            "LlamaForCausalLM cannot express these settings. fix: attention=llama ffn=swiglu "
+            "norm=rmsnorm document_mask=false, without attention.* overrides"
         )
     return config
 

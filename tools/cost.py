@@ -3,8 +3,8 @@
     python -m tools.cost model=124m context=4096
     python -m tools.cost model=1b attention=gqa,mla data.vocab_size=32000
 
-It takes the overrides of train.py. Models are built on PyTorch's meta device, so nothing is
-computed.
+It takes the overrides of train.py except init_from. Models are built on PyTorch's meta device, so
+nothing is computed.
 """
 
 import sys
@@ -28,11 +28,11 @@ COLUMNS = (
 )
 FORMAT = "{:14}" + " {:>16}" * 5  # format of a row
 NOTE = """
-MFLOP/token is for training. KV bytes are for one sequence in bf16; in a decoding step, sparse
-attention reads only some of them."""
+MFLOP/token is for training. KV sizes are for one sequence, with keys and values in bf16 and
+recurrent states in fp32. In a decoding step, sparse attention reads only some keys and values."""
 GPT2_NOTE = """
-model=124m is named after GPT-2, which has the same width and depth. For nearly the same number of
-parameters, use attention=mha data.vocab_size=50257 model.tied=true."""
+model=124m is named after GPT-2 small, which has the same width and depth. For nearly the same
+number of parameters, use attention=mha data.vocab_size=50257 model.tied=true."""
 NEXT = "next: python train.py attention=NAME, with the same overrides"
 
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
     overrides = parser.parse_args(arguments).overrides
 
     # Remove attention=A,B, because each attention variant has a separate row.
-    sweep = expand_sweep(overrides)  # checks all overrides
+    sweep = expand_sweep(overrides)  # also checks the overrides
     names = [word.partition("=")[2] for word in sweep.get("attention", [])]
     names = names or choices("attention")
     others = [word for word in overrides if not word.lstrip("+").startswith("attention=")]

@@ -37,7 +37,7 @@ from training.evaluation import evaluate
 from training.loss import LanguageModelLoss
 from training.setup import open_run_corpus
 
-BATCH_TOKENS = 4096  # inputs processed together, with --slices and --lengths
+BATCH_TOKENS = 4096  # inputs per batch (at least one window), with --slices and --lengths
 MULTIPLES = (1, 2, 4)  # of the training context, with --lengths
 NUM_TARGETS = 16_384  # approximate maximum number of tokens that --lengths scores
 
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     kinds.add_argument(
         "--lengths",
         action="store_true",
-        help="compute the held-out loss with more context than in training",
+        help="compute the held-out loss at 1, 2 and 4 times the training context",
     )
     add_model_options(
         parser, "fp32; a CUDA GPU may multiply in lower precision (docs/evaluation.md)"
@@ -117,7 +117,7 @@ def measure_text(args: argparse.Namespace) -> dict:
         num_documents += 1
         num_bytes += len(text.encode())
     if not rows:
-        raise ValueError("the files contain no text. fix: choose a different file with --text")
+        raise ValueError(f"the files contain no text (--text {args.text})")
 
     print0(f"scoring {len(rows)} windows")
     nats = total_nats(model, rows, args.batch_size, precision=precision)
@@ -137,7 +137,7 @@ def measure_text(args: argparse.Namespace) -> dict:
 
 
 def measure_slices(args: argparse.Namespace) -> dict:
-    """Compute the training metrics over all held-out data, in windows of the model's context."""
+    """Return the metrics of training's evaluations, computed over all held-out data."""
     newest, settings = open_run(args.run)
     model, _, name, precision = load_to_score(
         newest, args.device, args.dtype, args.context, settings["precision"]
@@ -174,7 +174,7 @@ def measure_lengths(run_dir: Path | None, device: str = "auto") -> dict[str, flo
     if len(corpus.validation) < longest:
         raise ValueError(
             f"too few held-out tokens ({len(corpus.validation)}; a window needs {longest}). fix: "
-            "--text FILE --context N, or train on a larger text; for a task: --slices --context N"
+            "--text FILE --context N; for a task: --slices --context N"
         )
     num_targets = settings["context"] // 2  # per window
     ends = range(longest, len(corpus.validation) + 1, num_targets)
@@ -199,7 +199,7 @@ def measure_lengths(run_dir: Path | None, device: str = "auto") -> dict[str, flo
 def open_run(path: Path | None) -> tuple[Path, dict]:
     """Return the newest checkpoint of a run, by default the newest run, and its settings.
 
-    Raises ValueError for a model that is not from a run.
+    Raises ValueError if there is no run, or for a model that is not from a run.
     """
     newest = checkpoint.find_model(path)
     settings = checkpoint.load_config(newest)
@@ -215,12 +215,12 @@ def load_to_score(
     context: int | None = None,
     precision: str = "auto",
 ) -> tuple[Transformer, Tokenizer, str, torch.dtype]:
-    """Load a model for scoring text; return the results of `load` and the dtype of products.
+    """Load a model for scoring text; return the results of `load` and the dtype of matrix products.
 
-    With dtype=auto, the weights are in fp32, and a CUDA GPU multiplies in the `precision` of
-    training, so a checkpoint has the loss that its run logged, apart from rounding: on such a GPU,
-    training uses TF32 for the products that stay in fp32. Other values of `dtype` have the same
-    effect as in generation.
+    With dtype=auto, the weights are in fp32, and a CUDA GPU multiplies in `precision`. In the
+    precision of training, the loss equals the loss that training logged for the same tokens, apart
+    from rounding: on such a GPU, training may use TF32 for the products that stay in fp32. Other
+    values of `dtype` have the same effect as in generation.
     """
     weights = "fp32" if dtype == "auto" else dtype
     model, tokenizer, name = load(path, device, weights, context)
@@ -239,9 +239,9 @@ class Row(NamedTuple):
 def windows(tokens: list[int], context: int) -> list[Row]:
     """Cut tokens into rows of up to `context` inputs; every token but the first is scored once.
 
-    If the last row would be shorter, it begins earlier, so that its scored tokens have more
-    context. This is the rolling log-likelihood of lm-evaluation-harness (get_rolling_token_windows
-    in lm_eval/utils.py).
+    If the last of several rows would be shorter, it begins earlier, so that its scored tokens have
+    more context. This is the rolling log-likelihood of lm-evaluation-harness
+    (get_rolling_token_windows in lm_eval/utils.py).
     """
     rows = []
     for start in range(0, len(tokens) - 1, context):
@@ -260,7 +260,7 @@ def total_nats(
     *,
     precision: torch.dtype = torch.float32,
 ) -> float:
-    """Return the sum of the losses of all scored tokens, computed in batches of `batch_size` rows.
+    """Return the total loss of all scored tokens in nats, for up to `batch_size` rows at a time.
 
     Matrices are multiplied in `precision`, or in the dtype of the weights if `precision` is fp32.
     If `bos` is given, this token begins a document, and no token attends to another document.

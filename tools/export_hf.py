@@ -39,15 +39,15 @@ from tools.formats.verify import (
 )
 from tools.formats.weights import hf_weights
 
-# Model types of which vLLM silently ignores some or all biases.
+# Model types in which vLLM silently ignores some or all biases.
 DROP_BIASES = ("qwen3", "deepseek_v3", "qwen3_5_text")
-# Programs that silently misread an export (docs/formats.md), by model type.
+# Programs that silently ignore the windows of an export (docs/formats.md), by model type.
 DROP_WINDOWS = {
     "qwen3": "mlx-lm, llama.cpp and ctranslate2",
     "mistral": "mlx-lm and llama.cpp",
     "smollm3": "llama.cpp",
 }
-READ_SWIGLU = "mlx-lm, llama.cpp and ctranslate2"
+READ_SWIGLU = "mlx-lm, llama.cpp and ctranslate2"  # read any feed-forward layer as SwiGLU
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser("python -m tools.export_hf", __doc__)
     add_run_option(parser)
     add = parser.add_argument
-    add("--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write")
+    add("--out", type=user_path, required=True, metavar="FOLDER", help="new or empty output folder")
     add("--dtype", choices=DTYPES, default="f32", help="dtype of the weights")
     return parser.parse_args()
 
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 def new_folder(out: Path) -> Iterator[None]:
     """Create the output folder, and remove it if the body of the `with` statement fails.
 
-    Exits with code 2 if --out is a link, a file or a nonempty folder.
+    Exits with code 2 if --out is a link, a file or a nonempty folder, or cannot be created.
     """
     with errors.exit_on_invalid_input():
         is_empty_folder = out.is_dir() and not any(out.iterdir())
@@ -84,11 +84,7 @@ def check_finite(weights: dict[str, Tensor], source: Path) -> None:
     """Exit with code 4 if a weight is not finite."""
     for name, weight in weights.items():
         if not weight.float().isfinite().all():
-            errors.exit_with(
-                errors.DIVERGED,
-                f"weights contain NaN or infinity ({source}: {name}). fix: download the model "
-                "again, or use an older checkpoint",
-            )
+            errors.exit_with(errors.DIVERGED, f"weights contain NaN or infinity ({source}: {name})")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -110,10 +106,10 @@ def main(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Write a model's files; return the name of its class, and how some programs misread it.
 
-    To verify the files, they are loaded with transformers. Raises IntegrityError if the logits
-    differ from ours, and exits with code 2 if the tokenizer does.
+    transformers loads the files to verify them. Raises IntegrityError if its logits differ from
+    ours. Exits with code 2 if its tokenizer does, or if the model cannot be exported.
     """
-    # Find all errors in the model and the arguments before a file is written.
+    # Check the model and the arguments before a file is written.
     with errors.exit_on_invalid_input():
         library = import_transformers()
         path = checkpoint.find_model(args.run)
@@ -150,42 +146,43 @@ def export(args: argparse.Namespace) -> tuple[str, list[str]]:
         theirs = library.AutoTokenizer.from_pretrained(args.out, **LOCAL)
         difference = tokenizers_differ(tokenizer, theirs)
         if difference is not None:
-            raise ValueError(f"{difference}. fix: import a tokenizer.json with tools.import_hf")
+            fix = "train with a tokenizer.json that tools.import_hf wrote"
+            raise ValueError(f"the exported tokenizer differs ({difference}). fix: {fix}")
     tokens = example_row(tree)
     logits = model(tokens)
     del model, weights
     difference = logits_differ(logits, load_theirs(args.out)(tokens).logits)
     if difference is not None:
         raise IntegrityError(
-            f"the export is wrong in transformers {library.__version__} ({architecture}: "
-            f"{difference}). fix: pip install -r requirements-dev.txt"
+            f"attend and transformers {library.__version__} compute different logits "
+            f"({architecture}: {difference}). fix: pip install -r requirements-dev.txt"
         )
     return architecture, describe_misreadings(config, files)
 
 
 def describe_misreadings(config: dict, files: Collection[str]) -> list[str]:
-    """Describe how programs silently misread an export with this config.json."""
+    """Describe how programs silently misread an export with this config.json and these files."""
     misreadings = []
     model_type = config["model_type"]
     has_window = "sliding_attention" in config.get("layer_types", []) or (
         model_type == "mistral" and config["sliding_window"] is not None
     )
     if has_window and model_type in DROP_WINDOWS:
-        misreadings.append(f"{DROP_WINDOWS[model_type]} ignore its windows")
+        misreadings.append(f"its windows are ignored by {DROP_WINDOWS[model_type]}")
     if config["attention_bias"] and model_type in DROP_BIASES:
-        misreadings.append("vLLM ignores some of its biases")
+        misreadings.append("vLLM ignores some or all of its biases")
     if config["hidden_act"] != "silu":
         misreadings.append(f"{READ_SWIGLU} read its feed-forward layers as SwiGLU")
     if model_type == "qwen3" and "tokenizer.model" in files:
-        misreadings.append("llama.cpp prepends a space to prompts unless overridden")
+        misreadings.append("llama.cpp prepends a space to prompts without --override-kv")
     return misreadings
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
     """Return the ids of BOS, EOS and padding for config.json.
 
-    Padding is the imported model's padding token, or else <unk> of SentencePiece: no text is
-    encoded to <unk>, because unknown characters become bytes. EOS cannot be used: training programs
+    Padding is the imported tokenizer's padding token, if it has one, or <unk> of SentencePiece: our
+    own tokenizers encode unknown characters as bytes instead. EOS cannot be used: training programs
     leave padding out of the loss, so the model would not learn to stop.
     """
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.eos_ids)}
@@ -213,8 +210,8 @@ def tokenizer_files(tokenizer: Tokenizer, path: Path) -> dict[str, bytes]:
     if tokenizer.model.trainer_spec.model_type != TrainerSpec.BPE:
         raise ValueError(
             "cannot export this tokenizer: transformers splits long texts differently "
-            f"({path}: not a BPE model). fix: train with a BPE model, or a tokenizer.json of "
-            "tools.import_hf"
+            f"({path}: not a BPE model). fix: train with a BPE tokenizer, or a tokenizer.json "
+            "that tools.import_hf wrote"
         )
     bos = tokenizer.processor.bos_id()
     config = {

@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
         "folder", type=user_path, help="folder with config.json, safetensors and a tokenizer"
     )
     parser.add_argument(
-        "--out", type=user_path, required=True, metavar="FOLDER", help="new folder to write"
+        "--out", type=user_path, required=True, metavar="FOLDER", help="new or empty output folder"
     )
     return parser.parse_args()
 
@@ -69,15 +69,15 @@ def import_model(args: argparse.Namespace) -> None:
     texts = [tokenizer.change(text, tokenizer.encode(text)) for text in TEXTS]
     changes = [change for change in texts if change is not None]
     if changes:
-        print0(f"note: the tokenizer changes some texts, such as {', '.join(changes[:4])}")
+        print0(f"note: the tokenizer changes some texts, for example: {', '.join(changes[:4])}")
 
 
 @torch.no_grad()
 def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Tensor]:
     """Return a folder's weights under our names, in the dtype of the config if nothing is lost.
 
-    Raises IntegrityError for unusable weights, and ValueError for a model whose logits differ from
-    the logits of transformers.
+    Raises IntegrityError for weights that are missing or cannot be read, and ValueError if the
+    logits differ from the logits of transformers. Exits with code 4 if a weight is not finite.
     """
     # A forged config could describe a model larger than memory.
     shapes = build_model(tree, "meta")
@@ -85,9 +85,9 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if num_bytes < num_weights:
         raise IntegrityError(
-            f"the weights do not match the config ({folder}: {num_weights} weights in {num_bytes} "
-            "bytes of .safetensors). fix: download the model again (.bin files are pickles, which "
-            "could run code)"
+            f"the .safetensors files are too small for the config ({folder}: {num_weights} weights "
+            f"in {num_bytes} bytes). fix: download the model again, as .safetensors (.bin files "
+            "are pickles, which could run code)"
         )
     theirs = load_theirs(folder)
     weights = our_weights(theirs.state_dict(), shapes, architecture)
@@ -101,8 +101,8 @@ def import_weights(folder: Path, architecture: str, tree: dict) -> dict[str, Ten
     difference = logits_differ(ours(tokens), expected)
     if difference is not None:
         raise ValueError(
-            f"our layers give other logits than {architecture} of transformers ({folder}: "
-            f"{difference}). fix: use a different model"
+            f"attend and transformers compute different logits ({folder}: {architecture}, "
+            f"{difference})"
         )
     config = import_transformers().AutoConfig.from_pretrained(folder, **LOCAL)
     return {name: narrowed(weight, config.dtype) for name, weight in weights.items()}
@@ -117,10 +117,11 @@ def narrowed(weight: Tensor, dtype: object) -> Tensor:
 def import_tokenizer(folder: Path) -> JsonTokenizer:
     """Return our tokenizer for a folder, from the tokenizer.json that transformers saves.
 
-    Raises ValueError for a tokenizer without EOS, and if ours encodes or decodes texts differently.
+    Raises ValueError for a tokenizer that transformers cannot read or that lacks EOS, and if ours
+    encodes or decodes texts differently.
     """
     library = import_transformers()
-    with malformed(f"no tokenizer that transformers can read ({folder})"):
+    with malformed(f"cannot import this tokenizer ({folder})"):
         config = read_optional(folder / "tokenizer_config.json")
         is_described = {"tokenizer_class", "add_prefix_space"} & config.keys()
         if (folder / "tokenizer.json").exists() or is_described:
@@ -135,7 +136,7 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
             theirs.save_pretrained(saved, save_jinja_files=False)
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 files[name] = Path(saved, name).read_bytes()
-        # All versions of transformers read tokenizer.json as it is with this class and entry.
+        # With this class and entry, transformers 4 and 5 read tokenizer.json as it is.
         config = json.loads(files["tokenizer_config.json"])
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
@@ -150,16 +151,15 @@ def import_tokenizer(folder: Path) -> JsonTokenizer:
             raise ValueError("no vocabulary")
         difference = tokenizers_differ(ours, theirs)
     if difference is not None:
-        raise ValueError(
-            f"this tokenizer is not supported ({folder}: {difference}). fix: use a different model"
-        )
+        raise ValueError(f"this tokenizer is not supported ({folder}: {difference})")
     return ours
 
 
 def read_sentencepiece(folder: Path, config: dict):
-    """Read a tokenizer.model whose class is unknown. It prepends BOS, as in transformers 4.
+    """Read a tokenizer.model whose class is unknown. By default, it prepends BOS.
 
-    Raises ValueError if transformers encodes a text differently from SentencePiece.
+    Raises ValueError if transformers encodes a text differently from SentencePiece, unless
+    SentencePiece changes the text, or the text contains SPACE or begins with a space.
     """
     options = {"add_bos_token": True} | config | LOCAL
     theirs = import_transformers().LlamaTokenizer.from_pretrained(folder, **options)
@@ -171,20 +171,20 @@ def read_sentencepiece(folder: Path, config: dict):
         is_lossless = own.change(text, tokens) is None and not text.startswith(" ")
         if ids != tokens and is_lossless and SPACE not in text:
             raise ValueError(
-                f"SentencePiece and transformers differ ({folder}: {text!a} gives {tokens} and "
-                f"{ids}). fix: set tokenizer_class, add_bos_token and add_prefix_space in "
-                "tokenizer_config.json"
+                f"SentencePiece and transformers encode a text differently ({folder}: {text!a} "
+                f"gives {tokens} and {ids}). fix: set tokenizer_class, add_bos_token and "
+                "add_prefix_space in tokenizer_config.json"
             )
     return theirs
 
 
 def special_ids(folder: Path, tokenizer) -> dict:
-    """Return a folder's generation_config.json, completed by the ids of BOS, EOS and padding.
+    """Return a folder's generation_config.json with the ids of BOS, EOS and padding that we use.
 
-    EOS is read from generation_config.json, or else config.json, or else the tokenizer, as in
-    generate() of transformers. BOS is the token that the tokenizer prepends, or else an EOS.
-    Padding is read from the tokenizer, or else the same files. Raises ValueError if there is no
-    EOS, or if it is not in the vocabulary.
+    EOS is read from generation_config.json or else config.json, as in generate() of transformers,
+    or else from the tokenizer. BOS is the token that the tokenizer prepends, or else an EOS.
+    Padding is read from the tokenizer, or else from the same files. Raises ValueError if EOS is
+    missing or not in the vocabulary.
     """
     generation_config = read_optional(folder / "generation_config.json")
     configs = (generation_config, read_optional(folder / "config.json"))
@@ -192,8 +192,8 @@ def special_ids(folder: Path, tokenizer) -> dict:
     eos_ids = first_ids(configs, "eos_token_id") or existing(tokenizer.eos_token_id)
     if not eos_ids or max(eos_ids) >= num_tokens:
         raise ValueError(
-            f"a tokenizer needs EOS (EOS {eos_ids}, {num_tokens} tokens). fix: set eos_token in "
-            "tokenizer_config.json, or eos_token_id in config.json or generation_config.json"
+            f"no EOS in the vocabulary (EOS {eos_ids}, {num_tokens} tokens). fix: set eos_token_id "
+            f"in {folder / 'generation_config.json'} to the id of the token that ends a text"
         )
     # Without a BOS that is prepended, an EOS separates documents: the model's BOS if it is an EOS.
     model_bos = first_ids(configs, "bos_token_id") or existing(tokenizer.bos_token_id)

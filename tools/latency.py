@@ -17,19 +17,19 @@ from model.transformer import Transformer
 from run.progress import print0
 
 NEW_TOKENS = 32  # maximum number of tokens generated for each sequence
-MIN_CONTEXT = 4  # two new tokens, so that there is a time between tokens
-TURNS = 3  # number of turns per model, and number of runs per turn
+MIN_CONTEXT = 4  # room for two new tokens, so that there is a time between tokens
+TURNS = 3  # number of turns per model, and of timed generations per turn
 # Number of sequences that are decoded together, by column title.
 ROWS = {"decoding, ms/token": 1, "8 rows, ms/token": 8}
 greedy = partial(sample, temperature=0)
 
 
 def latencies(runs: dict[Hashable, Path]) -> dict[Hashable, dict[str, float]]:
-    """Map each run's key to its median decoding times in ms at full context, by column title.
+    """Map each run's key to its median ms per token at full context, by column title.
 
-    Contexts are at least MIN_CONTEXT. Models are loaded as in generate.py: they are not compiled,
-    but captured as CUDA graphs on a GPU. They take turns, so that a slowdown of the machine affects
-    all of them.
+    Contexts must be at least MIN_CONTEXT. Models are loaded as in generate.py. They are not
+    compiled, but their decode steps are captured as CUDA graphs on an NVIDIA GPU. They take turns,
+    so that a slowdown of the machine affects all of them.
     """
     print0(f"measuring how fast {len(runs)} models decode")
     measured = {key: defaultdict(list) for key in runs}  # seconds by column title
@@ -45,7 +45,7 @@ def latencies(runs: dict[Hashable, Path]) -> dict[Hashable, dict[str, float]]:
 
 
 def seconds_per_token(model: Transformer, num_rows: int) -> list[float]:
-    """Return the mean seconds between consecutive tokens of each run, after a warm-up."""
+    """Return the mean seconds between consecutive tokens in each generation, after a warm-up."""
     weight = model.embed.weight
     num_new = min(NEW_TOKENS, model.context // 2)
     prompts = torch.randint(len(weight), (num_rows, model.context - num_new)).tolist()
@@ -54,7 +54,7 @@ def seconds_per_token(model: Transformer, num_rows: int) -> list[float]:
     if engine.can_capture:
         engine.capture()
 
-    # The first run warms up and does not count.
+    # The first generation warms up and does not count.
     measured = []
     for _ in range(1 + TURNS):
         _, rest = time_generation(engine, prompts, num_new)

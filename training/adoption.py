@@ -1,8 +1,9 @@
 """Start training from the weights of another model, whose attention may be different.
 
-A weight is copied if its name and shape are the same in both models. Where only the number of
-key-value heads differs, heads are averaged (Ainslie et al., 2305.13245) or repeated; repeating does
-not change the logits. All other weights of the new model keep their initial values.
+A weight is copied if its name and shape are the same in both models. If only the number of
+key-value heads differs, and one number divides the other, heads are averaged (Ainslie et al.,
+2305.13245) or repeated; repeating does not change the logits. All other weights of the new model
+keep their initial values.
 """
 
 import re
@@ -22,10 +23,10 @@ from run.progress import print0
 
 @torch.no_grad()
 def adopt_weights(model: nn.Module, path: Path) -> None:
-    """Copy the weights that fit from the checkpoint `path` into an initialized model; print them.
+    """Copy the weights that fit from the checkpoint `path` into an initialized model.
 
-    The model may be sharded. Raises IntegrityError if the checkpoint's weights do not match its
-    config.
+    The model may be sharded. Prints the names of the other weights. Raises IntegrityError if the
+    checkpoint's config is invalid or does not match its weights.
     """
     source = build_model(checkpoint.load_model_config(path), "meta")
     checkpoint.check_weights(source, path)
@@ -58,7 +59,7 @@ def adopt_weights(model: nn.Module, path: Path) -> None:
 def change_heads(name: str, weight: Tensor, source: nn.Module, model: nn.Module) -> Tensor | None:
     """Convert a key or value projection (K E, ...) to the number of heads K in `model`.
 
-    Returns None for other weights, and unless only K differs and one K divides the other.
+    Returns None for other weights, and if more than K differs or neither K divides the other.
     """
     projection = re.fullmatch(r"(blocks\.\d+\.attention)\.[kv]_proj\.(weight|bias)", name)
     if projection is None:
@@ -88,7 +89,7 @@ def key_heads(attention: nn.Module) -> int:
 
 
 def changed_options(source: nn.Module, model: nn.Module) -> list[str]:
-    """Return the options that a layer's attention has in both models, with different values."""
+    """Describe the attention options that both models have, but with different values."""
     changes = []
     for layer, (old, new) in enumerate(zip(source.blocks, model.blocks, strict=True)):
         before = vars(old.attention)

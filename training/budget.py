@@ -14,7 +14,7 @@ UNTIMED_STEPS = 3  # the first steps of a process, which compile and fill caches
 TIMED_STEPS = 10  # steps that are timed before the number of steps is fitted, unless they are slow
 TIMED_FRACTION = 0.1  # of the time limit, after which the number of steps is fitted
 MARGIN = 0.08  # fraction of the time left that is reserved for evaluations, samples and saves
-LATEST = 1.05  # multiple of the time limit after which a slower run takes no more steps
+LATEST = 1.05  # multiple of the time limit after which a run that is too slow takes no more steps
 FEW_STEPS = 20  # a model learns almost nothing in fewer steps
 
 
@@ -32,7 +32,7 @@ def planned_steps(settings: Settings, loader: Loader) -> float:
 
 
 def count_epoch_steps(loader: Loader, epochs: int) -> float:
-    """Return the largest number of steps, at least 1, that reads each row at most `epochs` times.
+    """Return how many steps read no row more than `epochs` times, but at least 1.
 
     Infinite if no row repeats.
     """
@@ -42,7 +42,7 @@ def count_epoch_steps(loader: Loader, epochs: int) -> float:
 
 
 class TimeBudget:
-    """Fits the number of steps to `max_minutes`, once, after a tenth of that time.
+    """Fits the number of steps to `max_minutes`, once, at the earliest after a tenth of that time.
 
     Until then, the schedule ends at `Progress.bound`, and the peak learning rates are scaled to an
     estimate of the number of steps. A run that becomes slower ends at LATEST times the limit.
@@ -54,11 +54,11 @@ class TimeBudget:
         if env.settings.max_minutes is not None:
             self.limit = 60 * env.settings.max_minutes
         self.is_fitted = self.limit == math.inf
-        # Steps after this one are timed, from this training time on.
+        # The step after which steps are timed, and the training time at its end.
         self.timed_from: tuple[int, float] | None = None
 
     def check_time_left(self, progress: Progress) -> None:
-        """Exit with code 2 if the earlier processes of an unfinished run have used up the limit."""
+        """Exit with code 2 if a resumed run is unfinished but has no time left."""
         total = self.env.clock.total()
         latest = LATEST * self.limit if self.is_fitted else self.limit
         if total > latest and not progress.is_finished:
@@ -70,7 +70,7 @@ class TimeBudget:
             )
 
     def fit(self, progress: Progress) -> bool:
-        """After a step, estimate the number of steps, or end a run that exceeds the limit.
+        """After a step, estimate the number of steps, or end the run at LATEST times the limit.
 
         All ranks call this together. Returns whether this call has fitted the number of steps.
         """
@@ -87,8 +87,7 @@ class TimeBudget:
         progress.expected_steps = steps
         if self.is_fitted:
             progress.total_steps = steps
-            limit = f"max_minutes={self.env.settings.max_minutes:g}"
-            print0(f"{limit}: the run ends at step {steps}")
+            print0(f"the run will end at step {steps}")
             if steps < FEW_STEPS:
                 print0("warning: too few steps to train a useful model")
         return self.is_fitted
@@ -138,7 +137,7 @@ class TimeBudget:
         if tokens_per_second is not None:
             steps_left = progress.total_steps - progress.step
             seconds = steps_left * self.env.settings.batch_tokens / tokens_per_second
-        # Before the number of steps is fitted, the clock may end the run earlier.
+        # Before the number of steps is fitted, max_minutes may end the run earlier.
         if not self.is_fitted:
             seconds = min(seconds, max(0.0, self.limit - self.env.clock.total()))
         return seconds

@@ -31,7 +31,7 @@ StateByName = dict[str, dict[str, Any]]  # the state of each parameter, by its n
 
 
 class SavedMachine(BaseModel):
-    """The machine properties in config.json, which decide what a resumed run keeps."""
+    """The part of config.json that decides a resumed run's threads, micro-batch and compilation."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,7 +74,7 @@ class SavedRun:
 
 
 def read_saved_run(path: Path) -> SavedRun:
-    """Read the config of a checkpoint. Raises IntegrityError if train.py did not write it."""
+    """Read a checkpoint's config. Raises IntegrityError if it or its `machine` is invalid."""
     config = checkpoint.load_config(path)
     with checkpoint.report_unreadable(path / "config.json"):
         return SavedRun(path, config, SavedMachine.model_validate(config["machine"]))
@@ -117,13 +117,13 @@ class Checkpointer:
         progress.saved_step = progress.step
 
     def write(self, weights: dict[str, Tensor], state: SavedState, progress: Progress) -> None:
-        """Write a checkpoint on rank 0. Exits with code 4 if a value is not finite."""
+        """Write a checkpoint. Exits with code 4 if a parameter or optimizer state is not finite."""
         # The update itself may have overflowed, even if loss and gradient were finite.
         parameters = [weights[name] for name, _ in self.trainer.model.named_parameters()]
         for value in tree_leaves([parameters, state.optimizer]):
             if isinstance(value, Tensor) and not value.isfinite().all():
                 step = progress.step
-                end_diverged(f"step {step} made weights or optimizer state non-finite", progress)
+                end_diverged(f"step {step}: weights or optimizer state are not finite", progress)
         config = self.env.settings.model_dump() | {
             "machine": fingerprint(self.trainer, self.micro_batch_size),
             **self.env.corpus.identity,
@@ -158,7 +158,7 @@ class Checkpointer:
         )
 
     def restore(self, saved: SavedRun, progress: Progress) -> None:
-        """Load a checkpoint into all parts, and open the log after its step."""
+        """Load a checkpoint into all parts, and cut the log after its step."""
         state = self.read_state(saved.path)
         settings = self.env.settings
 
@@ -190,18 +190,20 @@ class Checkpointer:
             if saved.config["machine"].get(key) != value:
                 then = as_typed(saved.config["machine"].get(key))
                 print0(
-                    f"changed: {key} (was {then}, now {as_typed(value)}), which changes rounding"
+                    f"changed: {key} (was {then}, now {as_typed(value)}), which may change rounding"
                 )
 
     def report_rate_change(self, state: SavedState, progress: Progress) -> None:
-        """Print how a new length changes learning rates, if it at least doubles or halves them."""
+        """Print how a new run length changes learning rates, if by a factor of 2 or more."""
         if progress.total_steps == math.inf or progress.is_finished:
             return
         schedule, run_factor = self.trainer.schedule, self.trainer.rates.run_factor
         before = schedule(progress.step - 1, state.steps) * run_factor(state.expected_steps)
         now = schedule(progress.step, progress.total_steps) * run_factor(progress.expected_steps)
         if before > 0 and not 0.5 < now / before < 2:
-            print0(f"changed: learning rates by a factor of {now / before:.2g}, for the new length")
+            print0(
+                f"changed: learning rates, by a factor of {now / before:.2g}, for the new length"
+            )
 
     def read_state(self, path: Path) -> SavedState:
         """Read the training state of a checkpoint. Raises IntegrityError if it is invalid."""
@@ -210,10 +212,10 @@ class Checkpointer:
             state = SavedState.model_validate(content)
             check_optimizer_state(self.trainer.model, state.optimizer)
             if state.loss_sum.shape != self.meter.loss_sum.shape:
-                raise ValueError(f"loss_sum does not fit this run: shape {[*state.loss_sum.shape]}")
+                raise ValueError(f"loss_sum has the wrong shape: {[*state.loss_sum.shape]}")
             scaler = self.trainer.scaler.state_dict()
             if scaler and state.scaler and scaler.keys() != state.scaler.keys():
-                raise ValueError(f"the gradient scaler's state does not match: {[*state.scaler]}")
+                raise ValueError(f"the gradient scaler's state has wrong keys: {[*state.scaler]}")
         return state
 
 
@@ -252,7 +254,7 @@ def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], state: S
 
 
 def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
-    """Raise ValueError if a nonempty state does not match the model's parameters.
+    """Raise ValueError or RuntimeError if a nonempty state does not match the model's parameters.
 
     Each tensor of the state must broadcast to its parameter.
     """
@@ -271,7 +273,7 @@ def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
 
 
 def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
-    """Return all values, except program and config, that determine the exact bits of a result."""
+    """Return values, other than the program and the config, that affect rounding."""
     ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)

@@ -6,7 +6,7 @@ from time import monotonic
 
 
 class Clock:
-    """Counts the seconds since `started`, a monotonic time, in total and for training alone."""
+    """Counts the seconds since `started`, a monotonic time, with and without pauses."""
 
     def __init__(self, started: float):
         self.started = started
@@ -24,7 +24,7 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time spent inside the `with` statement from the training time."""
+        """Exclude the time spent inside the `with` statement from `training`."""
         start = monotonic()
         yield
         self.paused += monotonic() - start

@@ -1,4 +1,4 @@
-"""The objects that every part of a run may read."""
+"""The objects that every part of a run may use."""
 
 from dataclasses import dataclass
 from pathlib import Path

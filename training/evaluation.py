@@ -21,7 +21,7 @@ from training.metrics import corpus_metrics
 from training.steps import Progress, end_diverged
 from training.trainer import Trainer
 
-# Tokens in an evaluation, as a fraction of the training tokens since the last evaluation.
+# Default tokens in an evaluation, as a fraction of the training tokens since the last evaluation.
 EVALUATED_FRACTION = 0.1
 MIN_EVAL_TOKENS = 8192  # even if that is a larger fraction
 SAMPLE_TOKENS = 192  # maximum, including BOS
@@ -31,7 +31,7 @@ SIGNAL_INTERVAL = 16  # tokens of a sample between two signal checks
 def count_eval_tokens(settings: Settings, corpus: Corpus, steps: float) -> int:
     """Return the number of held-out tokens that an evaluation reads, in a run of `steps` steps.
 
-    Regardless of the model, all runs of at least eval_every steps read the same tokens.
+    The number does not depend on the model, nor on `steps` if `steps` is at least eval_every.
     """
     eval_tokens = settings.eval_tokens
     if eval_tokens is None:
@@ -113,7 +113,7 @@ class Evaluator:
     def plan_tokens(self, progress: Progress) -> int:
         """Return the number of held-out tokens per evaluation.
 
-        The number stays the same to the end of the run, even if the run is extended.
+        It stays the same, even if the run is extended, unless the setting `eval_tokens` changes.
         """
         if progress.eval_tokens is None:
             steps = progress.total_steps
@@ -149,7 +149,7 @@ class Evaluator:
         if metrics is None:
             return
         if not math.isfinite(metrics["val_loss"]):
-            end_diverged(f"step {progress.step}: evaluation is not finite", progress)
+            end_diverged(f"step {progress.step}: the held-out loss is not finite", progress)
 
         self.log.write(progress, metrics | {"eval_tokens": eval_tokens})
         numbers = []
@@ -179,7 +179,7 @@ class Evaluator:
 
         With a sharded model, all ranks compute each token together, and a signal to any rank cuts
         the text short. Otherwise, only rank 0 calls this, because ranks on different hardware might
-        generate texts of different lengths, and a signal to rank 0 cuts the text short.
+        generate texts of different lengths, and only a signal to rank 0 cuts the text short.
         """
         model = self.trainer.model
         precision = torch.float32
@@ -208,7 +208,7 @@ class Evaluator:
         return text
 
     def is_stopping(self) -> bool:
-        """Whether a signal to this rank, or with a sharded model to any rank, ends the run."""
+        """Whether a signal to this rank or, with a sharded model, to any rank ends the run."""
         if self.settings.sharded:
             return self.signals.agree(self.ranks) != 0
         return self.signals.received != 0

@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats.
 
-Training minimizes the objective and reports the metrics, which are separate values.
+The objective is what training minimizes; the metrics, without gradients, are what it reports.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from model.transformer import Transformer
 
 MAX_LOGITS = {"cpu": 2**25, "cuda": 2**27, "mps": 2**24}  # logits in memory at a time
 # The fast kernels of a GPU need rows of bf16 logits that begin at multiples of 16 bytes. Rows whose
-# length is a multiple of 128 fill their tiles best.
+# length is a multiple of 128 fill the kernels' tiles best.
 VOCAB_MULTIPLE = {"cpu": 1, "cuda": 128, "mps": 1}
 # For each target: its nats, whether no token has a higher logit, and whether it counts (1 or 0).
 TARGET_METRICS = ("nats", "is_correct", "is_counted")
@@ -25,7 +25,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tenso
     """logits (N, V) after the soft-cap, targets (N,) -> the objective, TARGET_METRICS (3, N).
 
     The objective is summed over targets. A target contributes its nats plus `z_loss` * log(Z)^2,
-    where Z is the sum of exponentials (2204.02311).
+    where Z is the sum of the exponentials of its logits (2204.02311).
 
     The metrics have no gradient, and are 0 where the target is IGNORE_INDEX. In bf16 several tokens
     may share the highest logit; a target among them counts as correct.
@@ -67,8 +67,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     # Recomputing each chunk in the backward (torch.utils.checkpoint) would need no autograd
-    # function, but four products with the weight instead of three. F.linear_cross_entropy(...,
-    # options=...) of torch 2.13 has neither softcap nor z_loss, and rounds its loss in bf16.
+    # function, but four matrix products instead of three. F.linear_cross_entropy(...,
+    # options=...) of torch 2.13 has neither softcap nor z_loss, and rounds its loss to bf16.
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         assert len(hidden) == len(targets), (hidden.shape, targets.shape)
-        # The weight in the dtype of matrix products, padded with rows of zeros on a GPU.
+        # The weight in the dtype of matrix products, padded with rows of zeros on CUDA.
         needs_grad = ctx.needs_input_grad[0]
         device_type = weight.device.type
         vocab_size = len(weight)
@@ -145,7 +145,7 @@ class LanguageModelLoss(nn.Module):
     With positions (N,), indices into inputs.flatten(), the N targets and metrics belong only to
     these tokens, such as the questions of a task, and the head computes no other logits.
 
-    This is the module that is parallelized, and compiled unless its parts are compiled separately.
+    DDP may wrap this module, and torch.compile may compile it or its parts (training/parallel.py).
 
     If `bos` is a token id, it begins a document, and no token attends to another document.
     """

@@ -20,7 +20,7 @@ def choose_micro_batch(trainer: Trainer, settings: Settings) -> int:
     if settings.micro_batch is not None or ranks.device.type != "cuda" or rows == 1:
         return settings.micro_batch_size(ranks.world_size)
 
-    # Measured, not computed, because the peak depends on the attention, precision and kernels.
+    # Measured, because the peak depends on the attention, precision and kernels.
     fitting = ranks.all_reduce_min(count_fitting_sequences(trainer, settings))
     return settings.micro_batch_size(ranks.world_size, min(rows, fitting))
 
@@ -57,7 +57,7 @@ def count_fitting_sequences(trainer: Trainer, settings: Settings) -> int:
 
 
 def measure_peak(trainer: Trainer, sequences: int) -> int:
-    """Return the peak GPU memory, in bytes, of a forward and backward pass of `sequences`."""
+    """Return the peak GPU memory in bytes of a forward and backward pass over `sequences` rows."""
     device = trainer.ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     trainer.accumulate(0, slice(sequences), is_last=False)

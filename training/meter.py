@@ -24,13 +24,13 @@ class Meter:
         self.flops_per_token = trainer.model.training_flops()
         self.whole_flops_per_token = trainer.model.training_flops(whole_attention=True)
 
-        # Since the last report. Losses (1 + L,) are summed over the targets of this rank; a
-        # checkpoint has the sum over all ranks.
+        # Losses (1 + L,), summed over targets since the last report. Only their sum over all ranks
+        # is reported and saved, because a save gives each rank an equal share.
         device = self.ranks.device
         self.loss_sum = torch.zeros(len(self.loss_names), device=device)
         self.reported_step = 0
 
-        # Values of the last step, and whether all gradients have been finite.
+        # Values of the last step, and whether `is_finite` was true in all steps.
         self.grad_norm = torch.zeros((), device=device)
         self.learning_rates: dict[str, float] = {}
         self.is_finite = torch.ones((), dtype=torch.bool, device=device)
@@ -50,16 +50,16 @@ class Meter:
             self.restart_clock(progress.step + 1)
 
     def restart_clock(self, step: int) -> None:
-        """Time the steps after this one."""
+        """Time the steps after `step`, from now on."""
         self.timed_step = step
         self.timed_from = self.clock.training()
 
     def report(self, progress: Progress) -> dict[str, float | int | None]:
         """Return the metrics of the steps since the last report, and begin the next report.
 
-        Losses are means over targets, in nats. Throughput is None if no step was timed, for example
-        if the only step compiled the model. The model FLOP utilization is also None if the device's
-        peak is unknown. Exits with code 4 if the run has diverged.
+        Losses are means over targets. Throughput is None if no step was timed, for example if the
+        only step compiled the model. The model FLOP utilization is also None if the device's peak
+        is unknown. Exits with code 4 if the run has diverged.
         """
         self.check_finite(progress)
         loss_sum = self.ranks.all_reduce(self.loss_sum.cpu())
@@ -98,7 +98,7 @@ class Meter:
         return metrics
 
     def check_finite(self, progress: Progress) -> None:
-        """Exit with code 4 if a loss or a gradient was not finite."""
+        """Exit with code 4 if a loss was not finite, or `is_finite` was false in a step."""
         is_finite = self.is_finite & self.loss_sum.isfinite().all()
         if self.ranks.all_reduce_max(int(not is_finite)):
             end_diverged(f"by step {progress.step}", progress)

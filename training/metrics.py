@@ -1,4 +1,4 @@
-"""Metrics of an evaluation on a text or a task, computed from sums over the targets per cell.
+"""Metrics of an evaluation on a text or a task, computed from sums over the targets in each cell.
 
 data/slices.py defines the cells. The totals (3, num_classes, NUM_BINS) of an evaluation are the
 loss in nats, the number of correct predictions and the number of targets in each cell.
@@ -40,7 +40,7 @@ def text_metrics(corpus: Corpus, totals: np.ndarray, num_tokens: int) -> dict:
 
 
 def task_metrics(corpus: Corpus, totals: np.ndarray) -> dict:
-    """Return the loss per answer in nats, and the accuracy: per size, their mean, per length."""
+    """Return the loss per answer in nats, accuracies by size (with their mean) and by length."""
     nats, correct, targets = totals
     slices = slice_means(correct, targets, corpus.class_names, corpus.length_name, "accuracy")
     # The classes of a task are its sizes, and each size has its own accuracy metric.
@@ -62,7 +62,7 @@ def slice_means(
 ) -> dict[str, dict[str, float]]:
     """Return each slice's mean, under the key `value`, and its number of tokens.
 
-    Both tables have the shape (num_classes, NUM_BINS). A slice is a row, named by its class, or a
+    `sums` and `counts` are (num_classes, NUM_BINS). A slice is a row, named by its class, or a
     column, named by its bin of `length`. Slices without targets, such as positions beyond the
     context, are left out.
     """

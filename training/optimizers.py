@@ -55,7 +55,7 @@ class Muon(Optimizer):
 
 
 def add_updates(matrices: list[Tensor], lr: float) -> None:
-    """Orthogonalize the updates that `step` stored in p.grad; add them to matrices of one shape."""
+    """Orthogonalize the updates that `step` left in p.grad; apply them to matrices of one shape."""
     updates = torch.stack([full_tensor(p.grad) for p in matrices])
     updates = map_over_ranks(newton_schulz, updates).to(matrices[0].dtype)
     rows, columns = matrices[0].shape
@@ -67,7 +67,7 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return function(x) for x (N, ...), which is equal on all ranks; each rank computes a part."""
     if not dist.is_initialized():
         return function(x)
-    # All parts have the same length; if N is not divisible, the last parts repeat the first items.
+    # All parts have the same length. If the world size does not divide N, the last repeat items.
     world_size = dist.get_world_size()
     part_size = -(-len(x) // world_size)
     indices = torch.arange(part_size, device=x.device) + dist.get_rank() * part_size
@@ -78,7 +78,7 @@ def map_over_ranks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """x (N, R, C) -> its matrices with all singular values near 1.
+    """x (N, R, C) -> its matrices, with singular values moved close to 1.
 
     Runs five Newton-Schulz steps in the fastest dtype; the precision of bf16 is sufficient.
     """

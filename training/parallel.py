@@ -64,9 +64,9 @@ def checkpoint_activations(model: nn.Module) -> None:
 # torch's checkpoint_wrapper compiles to the same graphs, but adds a prefix to the parameter names,
 # which seed the initial values and key the saved optimizer state.
 def checkpointed(forward: Callable) -> Callable:
-    """Return `forward`, recomputed in the backward pass."""
+    """Wrap `forward` so that the backward pass recomputes it."""
 
-    # A separately compiled block needs a function from this file; torch.compile skips `checkpoint`.
+    # torch.compile would skip a separately compiled block whose forward is `checkpoint` itself.
     def recomputed(*args):
         return checkpoint(forward, *args, use_reentrant=False)
 

@@ -8,11 +8,11 @@ Roles. Embedding, head and vectors have their own learning rates, given as multi
 
 Width. A step should change the outputs of a matrix equally at every width. Adam changes each
 element by about the learning rate, and the changes in a row of the matrix add up, so the rates of
-matrices and of the head fall as 1 / fan_in (muP: Yang, 2203.03466). Muon's step has a spectral norm
-equal to its rate, and needs no factor (Bernstein, 2409.20325). An embedding is looked up and a
-vector multiplies features one by one, so they need no factor either. The rate of a tied embedding
-is the geometric mean of the rates of embedding and head at the reference's width, and falls with
-the width like a head's rate.
+matrices and of the head fall as 1 / fan_in (muP: Yang, 2203.03466). The spectral norm of Muon's
+step does not depend on the width, so its rate needs no factor (Bernstein, 2409.20325). An embedding
+is looked up and a vector multiplies features one by one, so they need no factor either. The rate of
+a tied embedding is the geometric mean of the rates of embedding and head at the reference's width,
+and falls with the width like a head's rate.
 
 Batch, length and size. The best rate of optimizers that normalize their steps grows with the square
 root of the batch size while gradients are noisy (Malladi, 2205.10287), and not in larger batches
@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from run.ranges import PositiveFloat, PositiveInt
 
 # Exponents of the batch size, of a run's tokens and of dim x depth in the factor of all rates. The
-# first two are published (2205.10287, 2409.19913). The third was fitted to the best rates of 22
-# models and runs, as was the number of steps below which a larger batch does not raise the rates
+# first two are published (2205.10287, 2409.19913). The third was fitted to the best rates of Muon
+# in 22 setups, as was the number of steps below which a larger batch does not raise the rates
 # (docs/rates.md).
 BATCH_EXPONENT = 0.5
 TOKENS_EXPONENT = -0.32
@@ -128,10 +128,10 @@ def parameter_groups(
     *,
     scale_matrices: bool,
 ) -> list[dict]:
-    """Return the groups of an optimizer: per role, a group for each width, with its `lr`.
+    """Return the groups of an optimizer: for each role, a group for each value of `lr`.
 
-    Only matrices have weight decay. If the width lowers a rate, it raises the decay by the same
-    factor, so that lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
+    Only matrices have weight decay. It is divided by the width factor of their rate, so that
+    lr x weight_decay does not depend on fan_in (Wang and Aitchison, 2405.13698).
     Muon needs no width factor for matrices, so `scale_matrices` is false for it.
     """
     parameters = split_parameters(model)

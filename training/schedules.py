@@ -1,7 +1,7 @@
 """Learning-rate schedules, which map a step to a multiple of the peak rate.
 
-`steps` is the length of the run; it is infinite while the length is unknown. In a short run, the
-warm-up takes at most a fifth of the steps.
+`steps` is the length of the run; while this is unknown, it is an upper limit, which may be
+infinite. In a short run, the warm-up takes at most a fifth of the steps.
 """
 
 from math import cos, inf, pi

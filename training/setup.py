@@ -35,7 +35,7 @@ from training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at its checkpoint, with the weights of another run, or from scratch."""
+    """Where a run begins: at its checkpoint, with the weights of another model, or from scratch."""
 
     resumed: Path | None = None
     pretrained: Path | None = None
@@ -45,7 +45,7 @@ class Start:
 def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     """Return the settings of `python train.py OVERRIDES`, where the run begins, and its device.
 
-    Exits with an error if the run cannot be trained on this machine.
+    Exits with an error for invalid overrides, and if this machine lacks what they require.
     """
     settings = compose(overrides)
     run = folder.given_run_dir(settings)
@@ -64,7 +64,7 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     elif settings.init_from is not None:
         settings, pretrained = adopt_pretrained(settings, overrides)
         start = Start(pretrained=pretrained)
-    # With a tokenizer, data.vocab_size and data.bos have no effect. A task has no tokenizer.
+    # With a given tokenizer, data.vocab_size and data.bos have no effect. A task has no tokenizer.
     has_tokenizer = settings.init_from is not None or settings.data.get("tokenizer") is not None
     if has_tokenizer and "tokenizer" in settings.data:
         for word in overrides:
@@ -79,10 +79,10 @@ def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
 
 
 def check_buildable(settings: Settings) -> Settings:
-    """Build all parts without allocating memory, and run two tokens through the model.
+    """Build the config's groups without allocating weights; run two tokens through the model.
 
-    Raises ValueError for parts that cannot be built or do not fit together, and for a run that
-    would never end.
+    Raises ValueError for groups that cannot be built or do not fit together, for settings that
+    conflict, and for a run that would never end.
     """
     settings.check_combinations(int(os.environ.get("WORLD_SIZE", "1")))
     model = checkpoint.dry_run(settings.model)
@@ -125,17 +125,17 @@ def adopt_pretrained(settings: Settings, overrides: list[str]) -> tuple[Settings
     changes = folder.changes_of(folder.keys_set_by(words, saved | typed), saved, typed)
     if changes:
         raise ValueError(
-            f"init_from={source} keeps its model and tokenizer ({', '.join(changes.values())}). "
-            "fix: leave this out; to change the attention: attention=NAME attention.KEY=VALUE"
+            f"init_from={source} determines the model and tokenizer "
+            f"({', '.join(changes.values())}). fix: leave this out; to change the attention: "
+            "attention=NAME attention.KEY=VALUE"
         )
     # The model keeps its shape, but it may be trained on shorter or longer sequences.
     context = settings.context if "context" in keys else model["context"]
     changes = {"context": context, "model": model | {"context": context}}
     if "context" in settings.data:  # a task's rows have this length
         changes["data"] = settings.data | {"context": context}
-    # The run is named after its data, the pretrained model, and the attention if it is new.
     if "name" not in keys:
-        data = settings.name.partition("-")[0]
+        data = settings.name.partition("-")[0]  # the default name begins with the data preset
         names = [data, Path(source).resolve().name, choices.get("attention")]
         changes["name"] = re.sub(r"[^\w.-]", "-", "-".join(filter(None, names)))
     is_default = "optimizer.lr" not in keys and "reference" in settings.optimizer
@@ -155,7 +155,7 @@ def open_corpus(data: dict, pretrained: Path | None = None) -> Corpus:
     """Open the text for training and evaluation.
 
     The tokenizer comes from the checkpoint `pretrained`, if given, and otherwise from the settings
-    `data`. Raises ValueError if the text does not exist.
+    `data`. Raises ValueError if the text cannot be used.
     """
     # A task has no tokenizer, because it generates token ids.
     if pretrained is not None and "tokenizer" in data:
@@ -171,10 +171,10 @@ def open_run_corpus(path: Path, config: dict) -> Corpus:
     corpus = open_corpus(config["data"], path)
     if corpus.sha256 != config["text"]:
         raise ValueError(
-            f"the text has changed since the model was trained on it, or this version reads it "
-            f"differently ({path}: SHA-256 was {config['text'][:8]}, now {corpus.sha256[:8]}). "
-            "fix: restore the text or the version; or python -m tools.evaluate --text FILE, which "
-            "scores any text"
+            "the text has changed since the model was trained on it, or this version of the "
+            f"program reads it differently ({path}: SHA-256 was {config['text'][:8]}, now "
+            f"{corpus.sha256[:8]}). fix: restore the text or the version; to score another text: "
+            "python -m tools.evaluate --text FILE"
         )
     return corpus
 
@@ -184,16 +184,16 @@ def open_data(settings: Settings, start: Start) -> tuple[Settings, Corpus, Loade
     """Prepare the text; return the settings, the text and its batches.
 
     The returned settings give a new model the tokenizer's vocabulary size. Exits with code 2 if the
-    text of a resumed run has changed, or if a pretrained model lacks token ids of the text.
+    text is unusable, differs from a resumed run's, or has more token ids than a pretrained model.
     """
     if start.resumed is not None:
         config = checkpoint.load_config(start.resumed)
         corpus = open_run_corpus(start.resumed, config | {"data": settings.data})
         if corpus.identity.get("row_order") != config.get("row_order"):
             raise ValueError(
-                f"{start.resumed} was saved by a version that reads the rows of a text in a "
-                "different order. fix: resume with that version, or start a new run from its "
-                f"weights: {shlex.quote(f'init_from={settings.run_dir}')}"
+                f"{start.resumed} was saved by a version of this program that reads the rows of a "
+                "text in a different order. fix: resume with that version, or start a new run from "
+                f"the run's weights: {shlex.quote(f'init_from={settings.run_dir}')}"
             )
     else:
         corpus = open_corpus(settings.data, start.pretrained)
@@ -224,10 +224,7 @@ def report_machine_errors(run_dir: Path, is_resumed: bool) -> Iterator[None]:
             fix = f"{folder.resume_command(run_dir)} compile=false"
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             problem = str(error).partition(". ")[0]
-            fix = (
-                "use a smaller micro_batch, which changes only rounding, or a smaller model or "
-                "context"
-            )
+            fix = "use a smaller micro_batch, model or context"
         if problem is None:
             raise
         errors.exit_with(errors.INPUT, f"{problem}. fix: {fix}")
@@ -241,7 +238,7 @@ class Run:
     progress: Progress
     trainer: Trainer  # takes the steps
     micro_batch_size: int  # sequences per forward pass on one device
-    meter: Meter  # sums and times the results of steps
+    meter: Meter  # sums the losses of steps and times the steps
     budget: TimeBudget  # fits the number of steps to max_minutes
     log: Logger
     evaluator: Evaluator  # evaluates and samples

@@ -33,13 +33,13 @@ class Progress:
         return self.step >= self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """Whether the step is a multiple of `interval`, or the last one."""
+        """Whether the step is a multiple of `interval` or the last one, and not 0."""
         return self.step > 0 and (self.step % interval == 0 or self.is_finished)
 
 
 def end_diverged(where: str, progress: Progress) -> NoReturn:
     """Exit with code 4. All checkpoints have finite weights."""
-    problem = f"training diverged ({where}). fix: use a lower optimizer.lr or precision=fp32"
+    problem = f"training diverged ({where}). A lower optimizer.lr or precision=fp32 may help"
     if progress.saved_step > 0:
         problem += f"; resume=true continues from step {progress.saved_step}"
     errors.exit_with(errors.DIVERGED, problem)

@@ -84,15 +84,15 @@ class Trainer:
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = full_tensor(grad_norm)
 
-        # Update the weights. After an infinite gradient in fp16, the scale is reduced and the step
-        # is skipped, because clipping by an infinite norm has spoiled every gradient.
+        # Update the weights. After a non-finite gradient in fp16, the scale is reduced and the step
+        # is skipped, because clipping by a non-finite norm has spoiled every gradient.
         has_overflowed = self.scaler.is_enabled() and not grad_norm.isfinite()
         if not has_overflowed:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
 
-        # Record on the device, without synchronizing, whether the run has diverged. An overflow
-        # does not count as divergence as long as a smaller scale can be tried.
+        # Record on the device whether the run has diverged. Only fp16 synchronizes with the device.
+        # An overflow does not count as divergence as long as a smaller scale can be tried.
         is_finite = grad_norm.isfinite()
         if has_overflowed and self.scaler.get_scale() >= 1:
             is_finite = torch.ones_like(is_finite)
@@ -108,7 +108,7 @@ class Trainer:
 
     def compute_gradients(self, step: int, micro_batch_size: int) -> Tensor:
         """Compute the gradients of a step's batch; return the sums of `loss_names` (1 + L,)."""
-        # Dropout depends only on the seed, step, rank and world size: a resumed run repeats it.
+        # Dropout is seeded with seed, step, rank and world size, so that a resumed run repeats it.
         draw = (self.settings.seed * 2**32 + step) * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(draw % 2**63)
         self.model.zero_grad()  # a failed compilation may have left gradients

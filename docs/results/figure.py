@@ -1,9 +1,9 @@
-"""Draw the difference of five presets from gqa in every setting in which they were trained.
+"""Draw by how many percent the losses of up to five presets differ from gqa's, in seven settings.
 
     python -m docs.results.figure
 
-reads the records next to this file and writes settings.svg. The markers of runs from working trees
-with uncommitted changes are hollow.
+reads the records next to this file and writes settings.svg. A marker is hollow if a run of the
+preset or of gqa came from a working tree with uncommitted changes.
 """
 
 from pathlib import Path

@@ -29,7 +29,7 @@ class LayerSpec:
 
 
 class Attention(nn.Module, ABC):
-    """Maps (B, T, D) to (B, T, D) so that every token depends only on itself and earlier tokens.
+    """Maps (B, T, D) to (B, T, D). Each output depends only on its own token and earlier ones.
 
     A subclass is constructed as `Subclass(spec, *, its own options)`. It must
 
@@ -38,16 +38,16 @@ class Attention(nn.Module, ABC):
     - list in `losses` the names of the auxiliary losses that `forward` adds with `add_loss`
     - register tensors that are not parameters as buffers
     - cast what it computes from its buffers and its own one-dimensional parameters (`type_as`),
-      because these stay in fp32 in a bf16 model
+      because these are not converted to bf16 in a bf16 model
     """
 
     losses: tuple[str, ...] = ()
     window: int | None = None  # a token attends to at most this many tokens, itself included
     chunk: int | None = None  # a token attends only within its chunk of this many tokens
-    keys_per_query: int = 0  # number of keys that a sparse decoding step reads; 0: all keys
+    keys_per_query: int = 0  # maximum number of keys that a decode step reads; 0: no limit
     low_precision_states: tuple[str, ...] = ()  # names of states that do not need fp32
-    # Linear layers that `forward` applies to x with `project`. If one is missing, they are not
-    # fused for decoding.
+    # Names of the linear layers that `forward` applies to x with `project`. If one is missing, they
+    # are not fused for decoding.
     fused_projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Attention(nn.Module, ABC):
     ) -> tuple[Tensor, Shared]:
         """Map x (B, T, D) to the output (B, T, D), and return `shared` for the next layer.
 
-        With a cache, x follows the cached tokens and is appended to them.
+        With a cache, the tokens of x follow the cached tokens and are added to the cache.
         """
 
     @abstractmethod
@@ -71,8 +71,8 @@ class Attention(nn.Module, ABC):
         """Return, by name, the shapes of the states for a row of up to `capacity` tokens.
 
         The cache is allocated with zeros, and a reused row keeps its old state, so the token at
-        position 0 must not depend on the state (see recurrent.py). A layer with a different initial
-        state sets it at that token.
+        position 0 must not depend on the state (see recurrent.py). A layer whose initial state is
+        not zero sets it at that token.
         """
         return {}
 

@@ -15,7 +15,7 @@ class SharedAttention(SoftmaxAttention):
     """Each group of layers shares the keys and values of its first layer, which alone has a cache.
 
     With `share` "pairs", every second layer reuses the keys and values of the layer before it
-    (Brandon et al., 2405.12981). With "half", all layers in the second half reuse the keys
+    (Brandon et al., 2405.12981). With "half", all layers in the second half use the keys
     and values of its first layer (Sun et al., 2405.05254). Also takes SoftmaxAttention's options.
     `forward` raises ValueError if the first layer of a group shares no keys, or if the layers of a
     group differ in their key-value heads, mask or RoPE.
@@ -51,15 +51,14 @@ class SharedAttention(SoftmaxAttention):
             if provider != self.first_layer:
                 raise ValueError(
                     f"layer {self.layer} needs the keys of layer {self.first_layer}, but the "
-                    f"latest shared keys are from layer {provider}. fix: let all layers from "
-                    f"{self.first_layer} to {self.layer} share keys"
+                    f"latest shared keys are from layer {provider}. fix: use the same kind of "
+                    f"attention in all layers from {self.first_layer} to {self.layer}"
                 )
             check_reused(kv["k"], (self.kv_heads, self.head_dim), self.layer)
             if options != self.group_options:
                 raise ValueError(
                     "layers that share keys must have the same window, chunk and RoPE (layer "
-                    f"{self.layer}: {self.group_options}, layer {self.first_layer}: {options}). "
-                    "fix: use the same options in these layers"
+                    f"{self.layer}: {self.group_options}, layer {self.first_layer}: {options})"
                 )
         else:
             q, k, v = self.project_qkv(x, ctx)
@@ -73,7 +72,7 @@ class SharedAttention(SoftmaxAttention):
 
 
 class ValueResidualAttention(SoftmaxAttention):
-    """Values are interpolated with the first layer's values, using the learned weight `share`.
+    """Later layers interpolate between their values and the first layer's by a learned `share`.
 
     Zhou et al., 2410.17897. Takes SoftmaxAttention's options.
     """
@@ -107,17 +106,17 @@ def take(shared: Shared, name: str, layer: int) -> Any:
     """Return the entry that an earlier layer put into `shared`. Raises ValueError if none did."""
     if name not in shared:
         raise ValueError(
-            f"layer {layer} reuses {name!r}, which no earlier layer has stored. fix: let the first "
-            "layer of each group compute it"
+            f"layer {layer} reuses {name!r}, which no earlier layer has stored. fix: use the "
+            "same kind of attention in all earlier layers"
         )
     return shared[name]
 
 
 def check_reused(x: Tensor, expected: Shape, layer: int) -> None:
-    """Raise ValueError unless an earlier layer's keys or values (B, S, K, E) match (K, E)."""
+    """Raise ValueError unless x (B, S, K, E), from an earlier layer, has the `expected` K and E."""
     if x.shape[2:] != expected:
         raise ValueError(
             "layers that share keys or values must have the same number and size of heads "
-            f"({layer=} reuses {tuple(x.shape[2:])}, its own are {expected}). fix: use the same "
-            "attention.kv_heads and attention.head_dim in these layers"
+            f"({layer=} has (kv_heads, head_dim) = {expected}, but reuses {tuple(x.shape[2:])}). "
+            "fix: use the same kv_heads and head_dim in these layers"
         )

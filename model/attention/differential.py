@@ -18,8 +18,8 @@ from model.layers import fp32, rms
 class DifferentialAttention(SoftmaxAttention):
     """Heads h and h + H/2 form a pair, with the output (softmax_1 - lambda x softmax_2) x v.
 
-    Takes SoftmaxAttention's options; dropout applies to both softmaxes. Raises ValueError for an
-    odd number of kv_heads.
+    Takes SoftmaxAttention's options; dropout applies to both softmaxes. Raises ValueError if
+    `kv_heads` is odd.
     """
 
     def __init__(self, spec: LayerSpec, **options):

@@ -26,7 +26,7 @@ class ExclusiveAttention(SoftmaxAttention):
         kv, mask = self.extend_cache(cache, ctx, k=k, v=v)
         y = self.attend(q, kv["k"], kv["v"], mask)
 
-        # Subtract the component along the token's own value, as stored in the cache.
+        # Subtract the component along the value that attention used for the token itself.
         own_v = self.own_feature(cache, ctx, new=v, extended=kv["v"])  # (B, T, K, E)
         direction = F.normalize(fp32(own_v), dim=-1).type_as(y)
         direction = direction.repeat_interleave(self.heads // self.kv_heads, dim=2)

@@ -10,7 +10,7 @@ def hybrid(
 ) -> Attention:
     """Build a layer's attention; `pattern` is repeated so that it ends at the last layer.
 
-    Raises ValueError for an empty pattern, and for a kind that is not in `kinds`.
+    Raises ValueError for an empty pattern, and if the layer's kind is not in `kinds`.
     """
     fix = f"fix: attention.pattern=[{','.join(kinds)}]"
     if not pattern:

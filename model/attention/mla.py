@@ -1,9 +1,9 @@
 """Multi-head latent attention: keys and values are projected from a latent.
 
 DeepSeek-V2, 2405.04434.
-The cache holds a latent (`rank`) and a rotary key (`rope_dim`), which all heads share. If there are
-few new tokens, they attend directly to the latents: the key and value projections are absorbed,
-that is, applied to the T new tokens instead of the S cached ones.
+For each token, the cache holds a latent of width `rank` and a rotary key of width `rope_dim`, which
+all heads share. With a cache, a few new tokens attend directly to the latents: the key and value
+projections are absorbed, that is, applied to the T new tokens instead of all S tokens.
 """
 
 import torch
@@ -25,8 +25,8 @@ class LatentAttention(Attention):
 
     Values are head_dim + rope_dim wide (E), because fused kernels need them as wide as keys. With
     `query_rank`, queries are also projected from a latent. Without a `rope_base`, there is no RoPE,
-    and the part of width `rope_dim` is shared but not rotated. Raises ValueError if `rank` or
-    `rope_dim` is out of range.
+    and the part of width `rope_dim` is shared but not rotated. Raises ValueError if the latent is
+    wider than the keys and values computed from it, or if `rope_dim` is odd or below 2.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LatentAttention(Attention):
     def attend_absorbed(
         self, q: Tensor, q_rope: Tensor, entries: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Compute the same output, using the entries as the keys and values of all heads.
+        """Compute the same as `attend_expanded`, with the entries as keys and values of all heads.
 
         For a latent c, q . (W_k c) = (W_k^T q) . c, and a weighted sum of W_v c is W_v times the
         weighted sum of c. Scores keep the scale of expanded keys; the rotary part of the weighted

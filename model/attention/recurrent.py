@@ -24,17 +24,17 @@ from run.ranges import PositiveInt
 # The log decay at the first token of a row or document, where e^-60 of the earlier state remains.
 FORGET_ALL = -60.0
 
-# Products of smaller matrices are computed as sums, because a GPU multiplies tiles of 16 rows or
-# more, and each product would be a separate library kernel.
+# `block_product` computes products of smaller matrices as sums, because a GPU multiplies tiles of
+# 16 rows or more, and each product would be a separate library kernel.
 MIN_PRODUCT_SIZE = 16
 
 
 class RecurrentAttention(Attention):
     """Attention that caches a state (B, H, E, F), whose size does not depend on the length.
 
-    Tokens are processed in chunks of `chunk` tokens, rounded up to a power of two; the chunk size
-    does not affect the result. (`Attention.chunk` is something else: a limit on what a token
-    attends to.)
+    Tokens are processed in chunks of `chunk` tokens (or T, if smaller), rounded up to a power of
+    two. Except for rounding errors, the chunk size does not affect the result. (`Attention.chunk`
+    is something else: a limit on what a token attends to.)
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):
@@ -80,9 +80,9 @@ class RecurrentAttention(Attention):
 class GatedRecurrence(RecurrentAttention):
     """A recurrence with gated outputs; q, k and v pass through a convolution over `kernel` tokens.
 
-    With `erase`, it is the delta rule, and keys have unit length. Without, the more a token decays
-    the state, the more it writes. With `low_rank`, decays and gates are projected from `head_dim`
-    features. Published combinations:
+    With `erase`, it is the delta rule, and keys have unit length. Without it, the more a token
+    decays the state, the more it writes. With `low_rank`, decays and gates are projected from
+    latents of `head_dim` features. Published combinations:
 
         Gated DeltaNet        erase     one decay per head                   2412.06464
         Kimi Delta Attention  erase     one decay per channel, low_rank      2510.26692
@@ -125,7 +125,7 @@ class GatedRecurrence(RecurrentAttention):
             self.decay_latent = Linear(dim, rank)
             self.gate_latent = Linear(dim, rank)
 
-        # b = sigmoid(write_proj(x)), log a = -exp(decay_rate) softplus(decay_proj(x) + decay_bias)
+        # b = sigmoid(write_proj(x)), log a = -exp(decay_rate) softplus(decay_proj(.) + decay_bias)
         num_decays = {"head": heads, "channel": width}[decay]
         self.write_proj = Linear(dim, heads) if erase else None
         self.decay_proj = Linear(rank, num_decays)
@@ -153,7 +153,7 @@ class GatedRecurrence(RecurrentAttention):
         dt = split_heads(F.softplus(dt), self.heads)
         g = -fp32(self.decay_rate).exp()[:, None] * dt
 
-        # The fraction of the value that is written, and of the state that is erased.
+        # How much of the value is written, and how much of the state is erased.
         if self.write_proj is None:
             k = (dt * k).type_as(k)
             beta = None
@@ -194,7 +194,7 @@ def l2_norm(x: Tensor) -> Tensor:
 
 
 def to_product_dtype(x: Tensor) -> Tensor:
-    """Cast x to the dtype of a recurrence's products: bf16 if x is in bf16 on a GPU, else fp32."""
+    """Cast x to the dtype of a recurrence's products, as `fp32` does, but keep bf16 on a GPU."""
     # A GPU then moves half as many bytes between its kernels. fp16 might overflow.
     if x.is_cuda and x.dtype == torch.bfloat16:
         return x
@@ -209,8 +209,8 @@ def recurrence(
     q, k (B, T, H, E), v (B, T, H, F), b in `beta` (B, T, H, 1), or None for b = 0, and log decays
     g (B, T, H, 1) or (B, T, H, E) -> output (B, T, H, F), next state.
 
-    `beta`, g and the state are in fp32. The products are in the dtype of q, k and v; decays
-    are applied to their factors in fp32, before these are rounded to that dtype.
+    `beta`, g, the state and the inversion of the triangular system are in fp32. Other products are
+    in the dtype of q, k and v; decays are applied in fp32 before a factor is rounded to that dtype.
 
     In a chunk that starts from state S, one triangular system gives all u_t. They are linear in S,
     so the systems of all chunks are solved together. Only two matrix products per chunk have to
@@ -235,8 +235,8 @@ def recurrence(
         (scores,) = decayed_products((q,), k, g_sum)
     else:
         # u_i + b_i sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j = v_i - b_i S' (exp(G_i) k_i).
-        # With (I + A) u_v = v and (I + A) w = b exp(G) k, the solution is u = u_v - w S. `system`
-        # is A, strictly lower triangular; the solver adds I.
+        # With (I + A) u_v = v and (I + A) w = b exp(G) k, the solution is u = u_v - w S. A is the
+        # part of `system` below the diagonal; the solver adds I.
         erased = (split_chunks(beta, chunk) * k).type_as(k)
         scores, system = decayed_products((q, erased), k, g_sum)
         solution = torch.cat((u, (decay * erased).type_as(u)), dim=-1)
@@ -288,7 +288,7 @@ def decayed_products(xs: tuple[Tensor, ...], k: Tensor, g_sum: Tensor) -> Iterab
         return [(x @ k.mT) * decay_mask for x in xs]
 
     # With a decay per channel, exp(G_i - G_j) is inside the product, and C x C x E numbers are too
-    # many to store. Splitting this factor into exp(G_i) and exp(-G_j) would overflow, because G
+    # many to store. Splitting this factor into exp(G_i) and exp(-G_j) could overflow, because G
     # falls by 60 or more per document. But for a token m between j and i, exp(G_i - G_m) and
     # exp(G_m - G_j) are at most 1. So i and j are taken from two adjacent blocks of 1, 2, 4 ...
     # C / 2 tokens, and m is the last token of the first block.
@@ -349,9 +349,9 @@ def unit_triangular_inverse(system: Tensor) -> Tensor:
         [P 0]^-1   [     P^-1       0  ]
         [Q R]    = [-R^-1 Q P^-1   R^-1]
 
-    With unit-length keys and b <= 1, all elements of these inverses are between -1 and 1: they are
-    b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ... also gives the
-    inverse, but with equal keys its terms have elements around 1e18, which cancel each other.
+    With unit-length keys and b <= 1, all elements of these inverses are between -1 and 1: below the
+    diagonal, they are -b_i k_i' M k_j, where M only decays and erases. The series I - A + A^2 - ...
+    also gives the inverse, but with 64 equal keys, its terms can reach almost 5e17 and cancel out.
     """
     chunk = system.shape[-1]
     inverse = system.new_ones(*system.shape[:-2], chunk, 1, 1)
@@ -371,7 +371,7 @@ def diagonal_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, below: Tensor) -> Tensor:
-    """Merge diagonal blocks (..., 2 N, S, S) and the N blocks `below` into (..., N, 2 S, 2 S)."""
+    """Merge diagonal blocks (..., 2 N, L, L) and the N blocks `below` into (..., N, 2 L, 2 L)."""
     first, second = blocks.unflatten(-3, (-1, 2)).unbind(dim=-3)
     first = F.pad(first, (0, first.shape[-1]))
     second = torch.cat((below, second), dim=-1)

@@ -16,7 +16,7 @@ from run.ranges import AboveOne, PositiveInt
 
 
 class Retention(RecurrentAttention):
-    """Values are `expansion` times as wide as keys. Tokens are processed in chunks of `chunk`.
+    """Values are `expansion` times as wide as keys. `chunk` is explained in recurrent.py.
 
     Queries and keys are rotated by RoPE. Raises ValueError unless dim / heads is an even integer.
     """

@@ -27,8 +27,8 @@ from run.ranges import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, Posi
 class SoftmaxAttention(Attention):
     """Softmax attention, with the options that configs/attention/gqa.yaml explains.
 
-    The cache holds only the tokens in the window and the chunk. Raises ValueError for options that
-    conflict.
+    With a window or a chunk, a row of the cache holds at most that many tokens. Raises ValueError
+    for options that conflict.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SoftmaxAttention(Attention):
             if not is_divisible:
                 fix += f" model.dim={2 * heads * (dim // heads // 2 + 1)}"
             raise ValueError(
-                "heads must divide dim, and kv_heads must divide heads "
+                "heads must divide dim unless head_dim is set, and kv_heads must divide heads "
                 f"(got {dim=} {heads=} {kv_heads=}). fix: {fix}"
             )
         if head_dim is None:
@@ -182,7 +182,7 @@ class SoftmaxAttention(Attention):
     def own_feature(
         self, cache: LayerCache | None, ctx: ForwardContext, *, new: Tensor, extended: Tensor
     ) -> Tensor:
-        """Return a feature (B, T, K, E) of the new tokens, with the values that attention uses.
+        """Return a feature (B, T, K, E) of the new tokens, exactly as attention uses it.
 
         `new` (B, T, K, E) was passed to `extend_cache`, which returned `extended` (B, S, K, E). If
         `extended` holds the cache's slots (S = size), the feature is read from them, because an

@@ -1,8 +1,9 @@
 """Softmax attention to a few keys, chosen in blocks (MoBA) or by a learned indexer (DeepSeek).
 
 With several new tokens, all scores are computed, and all keys except the chosen ones are masked. A
-decode step reads only the chosen keys and values, except that a cache in a different dtype, such as
-int8, is first converted as a whole. N is the number of blocks.
+decode step reads at most `keys_per_query` keys and values, and all keys of the indexer or sums of
+blocks. A cache in a different dtype than the queries, such as int8, is first converted as a whole.
+N is the number of blocks, J the number of the indexer's heads, and d their width.
 """
 
 import torch
@@ -16,11 +17,11 @@ from model.context import AttentionMask, ForwardContext
 from model.layers import LayerNorm, Linear, fp32, no_autocast, split_heads, take_along
 from run.ranges import NonNegativeFloat, PositiveInt
 
-TIE_BREAK = 1e-12  # subtracted from a score for each token between query and key
+TIE_BREAK = 1e-12  # lowers a score by this much per token of distance between query and key
 
 
 class SparseAttention(SoftmaxAttention):
-    """Base class of sparse attention: each query attends to `topk` keys, or blocks of keys.
+    """Base class of sparse attention: a query attends to at most `topk` keys or earlier blocks.
 
     Takes SoftmaxAttention's options. Raises ValueError for a window or a chunk.
     """
@@ -37,7 +38,7 @@ class SparseAttention(SoftmaxAttention):
 
     @property
     def keys_per_query(self) -> int:
-        """The maximum number of keys a query attends to; a decode step reads this many."""
+        """The largest number of keys that a query attends to, and that a decode step reads."""
         return self.topk
 
     def choose(self, scores: Tensor, mask: AttentionMask) -> Tensor:
@@ -183,7 +184,7 @@ class BlockAttention(SparseAttention):
 
 
 def sum_blocks(k: Tensor, block: Tensor, is_start: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Keys (B, T, K, E), their blocks (B, T) -> sums (B, N, K, E), a mask (B, N) of new blocks."""
+    """Keys (B, T, K, E), their blocks (B, T) -> sums (B, N, K, E), which blocks begin (B, N)."""
     belongs = block[..., None] == torch.arange(count, device=k.device)  # (B, T, N)
     belongs = belongs.expand(len(k), -1, -1)
     with no_autocast(k.device):
@@ -197,9 +198,9 @@ class IndexedAttention(SparseAttention):
     The indexer gives key s the score sum_j w_tj relu(q_tj . k_s) for query t, with `index_heads`
     small queries and one small key per token, each `index_dim` wide. The cache also holds this key.
     The indexer learns only from the auxiliary loss `indexer_kl`, times `index_weight`: the KL
-    divergence of its softmax from the attention weights averaged over heads. No other parameter
-    learns from this loss. Takes SoftmaxAttention's options except window and chunk. Raises
-    ValueError for an odd `index_dim`.
+    divergence of the attention weights, averaged over heads, from the indexer's softmax over the
+    chosen keys. No other parameter learns from this loss. Takes SoftmaxAttention's options except
+    window and chunk. Raises ValueError for an odd `index_dim`.
     """
 
     losses = ("indexer_kl",)

@@ -103,7 +103,7 @@ def test_repeating_a_comparison_trains_nothing_again(command, compared, asked):
     rows = result()
     before = {path: path.stat().st_mtime_ns for path in compared.glob("*/*")}
     again = command(COMPARE, *asked).succeeded()
-    assert again.err.count("finished before") == 4 and result() == rows
+    assert again.err.count("already finished") == 4 and result() == rows
     assert {path: path.stat().st_mtime_ns for path in compared.glob("*/*")} == before
 
 
@@ -118,7 +118,7 @@ def test_the_records_alone_give_the_same_report(command, compared, asked):
     assert pages[0] == pages[1] and result("kept") == rows
     assert f"python -m tools.compare {shlex.join(asked)}" in html.unescape(pages[0][0].decode())
     moved = command(COMPARE, *asked[:-1], "kept").succeeded()
-    assert moved.err.count("finished before") == 4
+    assert moved.err.count("already finished") == 4
 
     with Path("kept/runs.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"folder": ')

@@ -198,7 +198,7 @@ DAMAGES = {
     "vocabulary": (2, change(vocab_size=300), "300"),
     "an unknown entry": (2, change(new_rope={"factor": 2}), "new_rope"),
     "invalid JSON": (2, write("config.json", "{}}"), "config.json"),
-    "no tokenizer": (2, lambda there: (there / "tokenizer.model").unlink(), "no tokenizer"),
+    "no tokenizer": (2, lambda there: (there / "tokenizer.model").unlink(), "cannot import"),
 }
 
 

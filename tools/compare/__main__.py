@@ -1,17 +1,18 @@
-"""Train attention variants side by side, and report which one is best.
+"""Train attention variants, and report whether one is better than the baseline.
 
     python -m tools.compare attention=gqa,mha,mla seed=0,1,2 model=small max_minutes=10
     python -m tools.compare attention=gqa,gdn data=recall steps=900 max_minutes=null
     python -m tools.compare attention=gqa,mla seed=0,1,2,3,4,5,6,7 model=small --tune
     python -m tools.compare --report runs/NAME-*
 
-It takes the overrides of train.py. KEY=A,B trains with each value; the first value is the baseline.
-Each combination runs in a separate process; with several GPUs, each GPU trains one run at a time.
-On a CPU, runs take turns; with OMP_NUM_THREADS=1, each core trains one run.
-With max_minutes (default 5), the first run of each model size sets the number of tokens for the
-other runs of this size. --tune first searches for each variant's best learning rate.
-Running the same command again skips finished runs and resumes interrupted ones. A run whose text or
-settings have changed is trained again. A report is written at the end, or by --report for any runs.
+It takes the overrides of train.py except run_dir and resume. KEY=A,B trains with each value; the
+baseline has the first one. Each run has its own process; with several GPUs, each GPU trains one run
+at a time. On a CPU, runs take turns; with OMP_NUM_THREADS=1, each core trains one run at a time.
+With max_minutes (default 5) or tokens_per_parameter, the first run of each model size sets the
+number of tokens for the other runs of this size. --tune first searches for the best learning rate
+of each variant. Running the same command again skips finished runs and resumes interrupted ones. A
+run whose text or settings have changed is trained again. A report is written at the end, or by
+--report for existing runs.
 """
 
 import argparse
@@ -55,14 +56,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def report_folder(folders: list[Path]) -> Path:
-    """Return the report's folder: the comparison's folder if `folders` contains nothing else."""
+    """Return the report's folder: the folder of a single comparison, or else runs/report."""
     if len(folders) == 1 and (folders[0] / RECORDS).exists():
         return folders[0]
     return Path("runs/report")
 
 
 def announce(variants: list[Variant], has_search: bool) -> None:
-    """Print the number of runs, and their duration if max_minutes limits it."""
+    """Print the number of runs, and their duration if max_minutes limits it and steps does not."""
     count = sum(len(variant.seeds) for variant in variants)
     text = f"{count} run{'s' * (count != 1)} in {variants[0].folder}/"
     if has_search:
@@ -114,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
         "--match",
         choices=("params", "flops", "none"),
         default="params",
-        help="adjust model.hidden so that all variants have equal parameter or FLOP counts",
+        help="adjust model.hidden so that variants of a size have equal parameter or FLOP counts",
     )
     add(
         "--tune",
@@ -125,7 +126,8 @@ def parse_arguments() -> argparse.Namespace:
         "--margin",
         type=float,
         default=0.01,
-        help="a variant is as good as the baseline if its difference's interval ends below this",
+        help="a variant is as good as the baseline if the interval of its loss difference ends "
+        "below this",
     )
     add(
         "--dir",

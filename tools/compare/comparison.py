@@ -63,11 +63,11 @@ class Comparison:
         return sum(run.loss >= SOLVED for run in self.groups[name])
 
     def num_seeds(self, name: str) -> int:
-        """The number of seeds of a variant, including diverged ones."""
+        """Return the number of seeds of a variant, including diverged ones."""
         return len(self.groups[name]) + self.diverged[name]
 
     def tokens_until_solved(self, name: str) -> float:
-        """Return the median number of tokens until a seed solves the task; NaN if no seed does."""
+        """Return the median tokens to solve the task, over seeds that ever do; NaN if none does."""
         tokens = []
         for run in self.groups[name]:
             solved = [line["tokens"] for line in run.lines if line.get(run.metric, 0.0) >= SOLVED]
@@ -144,7 +144,7 @@ def judge_losses(comparison: Comparison, margin: float) -> tuple[dict[str, Verdi
 
 
 def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> dict[str, Verdict]:
-    """Withhold a variant's verdict if it or the baseline may not have been at its best.
+    """Withhold a variant's verdict if its losses, or the baseline's losses, are unreliable.
 
     Either the best learning rate may be outside the range tried, or some seeds diverged, so that
     the remaining seeds are a biased sample.
@@ -162,7 +162,7 @@ def withhold_verdicts(verdicts: dict[str, Verdict], comparison: Comparison) -> d
 
 
 def judge_task(comparison: Comparison) -> dict[str, str]:
-    """Judge the variants by the number of seeds that solve a task; a diverged seed does not."""
+    """Judge the variants by the number of seeds that solve a task; diverged seeds do not."""
     num_others = len(comparison.others)
     texts = {}
     for name in comparison.others:

@@ -25,7 +25,7 @@ from run.signals import Signals
 from run.threads import cores, cpu_quota
 from tools.compare.runs import Run, command, commit, differences, read_records
 
-# Keys of a run that may differ when a comparison continues: its folder and its logging.
+# Keys of a run that may differ when a comparison continues, because they do not affect training.
 MAY_DIFFER = ("run_dir", "resume", "wandb")
 Environment = dict[str, str]  # environment variables, which may assign a GPU
 
@@ -34,7 +34,7 @@ Environment = dict[str, str]  # environment variables, which may assign a GPU
 class Job:
     """A run to train: its folder, the overrides for train.py, and the settings that it will save.
 
-    The baseline trains first, and determines how long this run trains and whether it compiles.
+    The baseline trains first, and may determine how long this run trains and whether it compiles.
     """
 
     run_dir: Path
@@ -80,7 +80,7 @@ class Job:
             different = sorted(key for key in keys if key not in MAY_DIFFER)
         if run is not None and not different:
             self.run = run
-            self.end("finished before")
+            self.end("already finished")
         elif is_in_use(self.run_dir):
             self.end("still being trained by an earlier command. fix: repeat this command later")
         elif different:
@@ -88,7 +88,7 @@ class Job:
             set_aside(self.run_dir)
 
     def match_baseline(self) -> None:
-        """Compile if the baseline did; with the same limits of length, train on as many tokens."""
+        """Compile as the baseline did; with the same length limits, train on as many tokens."""
         if self.baseline is None:
             return
         ends = ("max_minutes", "tokens_per_parameter", "steps")
@@ -104,7 +104,7 @@ class Job:
             if is_timed:
                 self.end(
                     "the baseline, which sets the number of steps, did not finish. fix: steps=N "
-                    "max_minutes=null tokens_per_parameter=null, or different learning rates"
+                    "max_minutes=null tokens_per_parameter=null"
                 )
             return
         self.set("compile", run.settings["machine"]["compiled"])
@@ -180,7 +180,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         checkpoint.acquire(lock)
     except Timeout:
-        errors.exit_with(errors.INPUT, f"another process is training this comparison ({folder})")
+        errors.exit_with(errors.INPUT, f"another comparison is training in this folder ({folder})")
     try:
         yield
     finally:
@@ -190,7 +190,7 @@ def locked(folder: Path) -> Iterator[None]:
 def train_all(jobs: list[Job]) -> None:
     """Train the unfinished jobs, one at a time in each environment; baselines must come first.
 
-    On a signal, all runs save, and the process exits.
+    On a signal, all runs that finished a step save, and the process exits.
     """
     waiting = deque(enumerate(jobs, 1))
     running = {}  # process -> its job and GPU
@@ -217,8 +217,8 @@ def train_all(jobs: list[Job]) -> None:
                 if running:
                     sleep(0.5)
         finally:
-            # Signal all processes before waiting for any, so that they save at the same time. They
-            # have already received a Ctrl-C of the terminal.
+            # Signal all processes before waiting for any, so that they save at the same time. A
+            # Ctrl-C in the terminal has already reached them.
             for process in running:
                 process.terminate()
         # A second Ctrl-C raises SystemExit above or here, and skips this wait.
@@ -232,9 +232,9 @@ def train_all(jobs: list[Job]) -> None:
 
 
 def environments(device: str) -> list[Environment]:
-    """Return an environment for each run that trains at the same time: one for each GPU.
+    """Return the environment variables of each concurrent run: one set for each NVIDIA GPU.
 
-    On a CPU, runs take turns, unless OMP_NUM_THREADS leaves cores for further runs.
+    If runs use no GPU, they take turns, unless OMP_NUM_THREADS leaves cores for further runs.
     """
     num_gpus = 0
     if device in ("auto", "cuda"):

@@ -9,7 +9,7 @@ from tools.compare.comparison import Comparison, judge_losses
 from tools.compare.plots import draw_ladder
 from tools.compare.statistics import Verdict, with_interval
 
-MAX_WARMUP = 0.05  # largest share of a run's steps
+MAX_WARMUP = 0.05  # a size counts if its warm-up takes at most this share of the steps
 CAPTION = """
 Each size has its own intervals, as in its table. A lead or a deficit grows or shrinks if the
 intervals of the smallest and the largest size do not overlap. A size counts only if its warm-up
@@ -21,7 +21,7 @@ only these sizes.
 def make_ladder(
     comparisons: list[Comparison], answers: dict[int, str], margin: float
 ) -> tuple[str, str, str, Figure, DataFrame, str] | None:
-    """Compare the differences at several sizes; return the contents of a report's section.
+    """Compare differences from the baseline at several sizes; return a report section's contents.
 
     `answers` has the answer at each size, by model.dim. Returns None if the sizes have different
     baselines, or no other variant in common.

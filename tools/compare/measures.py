@@ -9,9 +9,10 @@ from tools.latency import MIN_CONTEXT, latencies
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure runs that have a checkpoint but lack a measurement, and record the results.
+    """Measure judged runs that have a checkpoint but lack a measurement.
 
-    Decoding is measured only for the first run of each variant of a task.
+    Decoding is measured only for the first run of each variant of a task. The results for runs in
+    the folder of a comparison are added to its records.
     """
     judged = [run for run in runs if run.factor is None and run.lines and is_intact(run)]
     firsts = {}
@@ -39,7 +40,7 @@ def measure_checkpoints(runs: list[Run]) -> None:
 
 
 def is_intact(run: Run) -> bool:
-    """Whether the run has a checkpoint that passes verification; if it is damaged, print a line."""
+    """Whether a run has an intact checkpoint; print a line if all its checkpoints are damaged."""
     try:
         return checkpoint.newest_checkpoint(run.folder) is not None
     except IntegrityError as error:

@@ -1,4 +1,4 @@
-"""Plan the runs of a comparison: variants of equal size, and their jobs."""
+"""Plan the runs of a comparison: its variants, and the jobs that train them."""
 
 import json
 import sys
@@ -92,7 +92,7 @@ def plan_variants(
 
     Runs go to `folder`. If it is None, they go to a folder shared by all comparisons with the same
     baseline, `match` and `has_search`. Raises ValueError for variants that cannot be compared, and
-    exits with code 2 for overrides that cannot be trained here.
+    exits with an error for overrides that cannot be trained here.
     """
     sweep = expand_sweep(overrides)
     if match != "none" and len(sweep.get("model.hidden", [])) > 1:
@@ -124,7 +124,7 @@ def plan_variants(
         hashes[name] = corpus.sha256
     swept = [key for key, words in sweep.items() if len(words) > 1]
     if len({*hashes.values()}) > 1 and {*TOKENIZERS}.isdisjoint(swept):
-        raise ValueError("losses on different data are not comparable. fix: leave one out")
+        raise ValueError("the variants have different data, so their losses are not comparable")
     if match != "none":
         match_sizes(variants, starts, match)
     firsts = {}  # first variant by model.dim, the baseline of this size
@@ -201,7 +201,7 @@ def match_sizes(variants: Variants, starts: dict[str, tuple[Settings, Start]], m
         if hidden is None or start.pretrained is not None:  # a trained model keeps its width
             raise ValueError(f"{name} cannot match the baseline's size. fix: --match none")
         change = f"model.hidden={hidden} instead of {model['hidden']}"
-        print(f"{name}: {change}, for equal {match}", file=sys.stderr)
+        print(f"{name}: {change} (--match {match})", file=sys.stderr)
         variants[name].append(f"model.hidden={hidden}")
         model = model | {"hidden": hidden}
         starts[name] = (settings.model_copy(update={"model": model}), start)
@@ -217,7 +217,7 @@ def match_hidden(model: dict, size: Callable[[Transformer], float], target: floa
         return size(build_model(model | {"hidden": hidden}, "meta"))
 
     # Size is linear in the width. Among the widths that are close enough, take the one divisible by
-    # the largest power of two, for the fastest matrix products.
+    # the largest power of two (at most 64), for the fastest matrix products.
     low = size_with(64)
     step = size_with(128) - low
     exact = 0.0  # no feed-forward layer

@@ -86,7 +86,7 @@ def draw_ladder(flops: list[float], verdicts: dict[str, list[Verdict]], ylabel: 
 def to_svg(figure: Figure, salt: str) -> str:
     """Return the figure as SVG. Black becomes the color of the surrounding text.
 
-    The ids in the SVG depend only on `salt`, which differs between the figures of a page.
+    `salt` makes the ids in the SVG reproducible, and must differ between the figures of a page.
     """
     buffer = StringIO()
     with rc_context({"svg.hashsalt": salt}):

@@ -35,7 +35,7 @@ MIN_SEEDS = 3
 MIN_TOKENS = 10  # per parameter
 # Machine settings that affect the speed.
 SPEED_KEYS = ("device", "threads", "processes", "precision", "compiled")
-MAX_SPREAD = 1.2  # if the fastest seed is faster by a higher factor, the range is shown
+MAX_SPREAD = 1.2  # if the fastest and slowest seeds differ by a higher factor, show the range
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Comparison</title>
@@ -53,7 +53,7 @@ pre {{ overflow-x: auto }}
 </style>
 {sections}
 <p>{missing}</p>
-<p>Trained at commit {commits}. This page was written by:</p>
+<p>Trained at commit {commits}. Commands that wrote this page or trained its runs:</p>
 <pre>{command}</pre>
 </html>
 """
@@ -65,14 +65,16 @@ SECTION = """<h1>{title}</h1>
 <p>{caption}</p>
 """
 LOSSES = """
-Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better (blue)
-or worse (orange): the interval excludes zero. As good: it ends below {margin:g}, the dotted line.
-Which of several better variants is best was not tested. Each dot in the figure is a seed.
+Differences are from {baseline}, with simultaneous 95 % intervals (docs/compare.md). Better (blue):
+the interval ends below zero. As good: it ends below {margin:g}, the dotted line. Worse (orange): it
+begins above zero, and ends above {margin:g}. Which of several better variants is best was not
+tested. Each dot in the figure is a seed.
 """
 SEEDS = """
-A seed solves the task if its accuracy reaches {solved:.0f} %. Better or worse: significantly more
-or fewer seeds than {baseline} (Fisher's exact test). Guessing the most frequent answer of each row
-gives {floor:.1f} %. Each dot in the figure is a seed; equal ones hide each other.
+A seed solves the task if its last accuracy is at least {solved:.0f} %. Better or worse:
+significantly more or fewer seeds solve it than with {baseline} (Fisher's exact test). Guessing the
+most frequent answer of each row gives {floor:.1f} %. Each dot in the figure is a seed; equal dots
+hide each other.
 """
 
 
@@ -84,8 +86,8 @@ class Section(NamedTuple):
     """The part of a report about one task and model size, or about all sizes."""
 
     title: str
-    answer: str  # one or two sentences
-    gaps: str  # what a reliable answer lacks; "" if nothing
+    answer: str  # a few sentences
+    gaps: str  # a sentence about what a reliable answer still needs; "" if nothing
     figure: Figure | None
     table: DataFrame
     caption: str
@@ -109,14 +111,14 @@ class Section(NamedTuple):
 def write_report(folder: Path, runs: list[Run], problems: dict[str, str], margin: float) -> str:
     """Write report.html and the figures into `folder`, and return the summary.
 
-    `runs` are finished runs, and the first one determines the baseline; `problems` maps the folder
-    name of each other run to the reason for leaving it out. A variant is as good as the baseline if
+    `runs` are finished or diverged runs, and the first one determines the baseline; `problems` maps
+    folder names of runs that are left out to the reasons. A variant is as good as the baseline if
     the interval of its difference ends below `margin`. Raises ValueError if there are no runs, or
     if runs cannot be compared.
     """
     missing = [f"{name} is not in the report: {why}" for name, why in problems.items()]
     if not runs:
-        raise ValueError(f"no run finished ({without_fix('; '.join(missing))}). fix: finish a run")
+        raise ValueError(f"no finished runs to report on ({without_fix('; '.join(missing))})")
 
     # Models of the same size are compared with each other, task by task.
     members = defaultdict(list)
@@ -163,7 +165,7 @@ def make_section(comparison: Comparison, title: str, margin: float) -> Section:
     rows = []
     for name in comparison.groups:
         rows.append({"variant": name, **cells[name], **cost_cells(comparison, name)})
-    gaps = f"To be sure, this needs {'; '.join(remedies)}." if remedies else ""
+    gaps = f"A verdict needs {'; '.join(remedies)}." if remedies else ""
     return Section(title, answer, gaps, figure, DataFrame(rows).fillna(""), caption)
 
 
@@ -198,7 +200,7 @@ def judge_texts(comparison: Comparison, margin: float) -> Judgment:
     if detectable:
         caption += f"A difference of {max(detectable):.2g} would have been found (80 % power). "
     if is_unequal:
-        caption += "The spreads differ, so the intervals are from Welch's tests (Bonferroni)."
+        caption += "Spreads over seeds differ, so intervals are from Welch's tests (Bonferroni)."
     return answer, remedies, cells, figure, caption
 
 
@@ -218,7 +220,7 @@ def judge_seeds(comparison: Comparison, _: float) -> Judgment:
     elif not any(map(comparison.num_solved, comparison.groups)):
         answer = f"No variant solves {task}."
     elif comparison.num_solved(baseline) == comparison.num_seeds(baseline) >= MIN_SEEDS:
-        answer = f"Keep {baseline}: {solved[baseline]} seeds solve {task}, so none does better."
+        answer = f"Keep {baseline}: {solved[baseline]} seeds solve {task}; no variant beats it."
         remedies = []
 
     cells = {}
@@ -274,7 +276,7 @@ def choose(
 
 def describe_gain(comparison: Comparison, name: str, verdict: Verdict) -> str:
     """Describe how much lower a variant's loss is, how certain that is, and what it costs."""
-    # Keep one significant digit of the bound nearest to zero, so that it is not rounded to zero.
+    # Keep at least one significant digit of the bound nearest to zero.
     digits = min(8, max(3, math.ceil(-math.log10(-verdict.high))))
     runs = comparison.groups[name]
     first = comparison.first
@@ -330,7 +332,7 @@ def find_gaps(comparison: Comparison, min_seeds: int) -> tuple[list[str], list[s
 
 
 def cost_cells(comparison: Comparison, name: str) -> dict[str, str]:
-    """Return a variant's costs, the parts of its loss, and its best factor, by column title."""
+    """Return a variant's costs, parts of its loss, and its best learning-rate factor, by column."""
     runs = comparison.groups[name]
     first = runs[0]
     cells = {
@@ -366,7 +368,7 @@ def have_same_machine(comparison: Comparison) -> bool:
 
 
 def speed_range(runs: list[Run]) -> str:
-    """Return the mean training speed, or its range if it varies by more than MAX_SPREAD."""
+    """Return the mean training speed, or its range if seeds differ by more than MAX_SPREAD."""
     if has_one_speed(runs):
         return mean(runs, speed_of, ",.0f")
     slowest, fastest = (end(map(speed_of, runs)) for end in (min, max))
@@ -388,7 +390,7 @@ def slice_loss(run: Run, name: str) -> float:
 
 
 def length_change(run: Run) -> float:
-    """Return how much the loss on the same tokens rises at 4 times the context; NaN if unknown."""
+    """Return the loss rise on the same tokens at 4 x the training context; NaN if unknown."""
     if not run.lengths:
         return math.nan
     return run.lengths["4"] - run.lengths["1"]

@@ -1,4 +1,4 @@
-"""Read finished runs, record them, and group runs that differ only in their seed."""
+"""Read finished runs, record them, and group them by variant."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from run import ROOT, checkpoint
 from run.errors import IntegrityError
 from run.instantiate import instantiate
 
-# Settings that do not define a variant: a run's name, seed, length, machine and logging intervals.
+# Settings that do not define a variant, such as a run's seed, length, machine and logging.
 NOT_IDENTITY = (
     "name",
     "run_dir",
@@ -48,16 +48,16 @@ Groups = dict[str, list["Run"]]  # the runs of each variant, by its name
 class Run:
     """A run: its settings, its lines of metrics, and whether it is finished.
 
-    RECORDS in a comparison's folder has a line for each finished run, so that a report needs no
-    checkpoints, and a comparison can continue without them. A run of a comparison has the name of
-    its variant.
+    RECORDS in a comparison's folder has all runs that finished or diverged, so that a report needs
+    no checkpoints, and a comparison can continue without them. A run of a comparison has the name
+    of its variant.
     """
 
     folder: Path
     settings: dict
     lines: list[dict]  # empty for a run that diverged
     done: bool
-    tokens_per_second: float = math.nan  # the median over the lines of the log
+    tokens_per_second: float = math.nan  # the median over the lines of metrics.jsonl
     factor: float | None = None  # of the learning rates, if the run is part of a search
     baseline: str | None = None  # the variant that it is compared with
     swept: list[str] = field(default_factory=list)  # keys that the comparison varies
@@ -72,7 +72,7 @@ class Run:
         """Read the folder of a run. Raises IntegrityError if the folder has no readable run."""
         newest = checkpoint.newest_checkpoint(folder)
         if newest is None:
-            raise IntegrityError(f"no checkpoint ({folder}). fix: --report runs/NAME")
+            raise IntegrityError(f"the folder has no checkpoint ({folder})")
         state = checkpoint.load_state(newest, {"step", "steps"})
         metrics = folder / "metrics.jsonl"
         try:
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def held_out_bytes(self) -> int | None:
-        """The size of the evaluated text in bytes, with any tokenizer; None if it is unknown."""
+        """The size of the evaluated text in bytes, before tokenization; None if it is unknown."""
         if self.last.get("val_bpb") is None:
             return None
         # Every token but the first is a target.
@@ -167,7 +167,7 @@ class Run:
 
 
 def median_of_log(lines: list[dict], key: str) -> float | None:
-    """Return the median of a metric over the lines that have it; None if none of them has it.
+    """Return the median of a metric over the lines that have it; None if no line has it.
 
     The first line counts only if there is no other, because it includes the slower first steps.
     """
@@ -184,7 +184,7 @@ def command() -> str:
 
 @cache
 def commit() -> str | None:
-    """Return the commit of this code, with the suffix -dirty if files differ from it."""
+    """Return this code's commit, with -dirty if tracked files differ from it; None if unknown."""
     if not (ROOT / ".git").exists():  # the folder may be inside another repository
         return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
@@ -232,7 +232,7 @@ def differences(old: dict, new: dict, path: str = "") -> Iterator[str]:
 
 
 def group_by_variant(runs: list[Run]) -> Groups:
-    """Group runs that differ only in their seed.
+    """Group runs with equal names and equal settings, apart from the settings in NOT_IDENTITY.
 
     A group has the name of its runs. If runs of train.py have the same name but different settings,
     each group has the path of its first run. Raises ValueError if runs of comparisons have the same

@@ -14,8 +14,9 @@ TOKENIZERS = ("data.vocab_size", "data.tokenizer")  # the keys of the data that 
 def expand_sweep(overrides: list[str]) -> Sweep:
     """Expand Hydra sweeps (A,B or range or glob).
 
-    Raises OverrideError for an unknown key or preset, and ValueError for a value of the first
-    variant that train.py does not accept, and for values that would make runs incomparable.
+    Raises OverrideError for an unknown key or preset, and ValueError for OWN_KEYS, several values
+    of eval_tokens or a data key not in TOKENIZERS, or a value of the first variant that train.py
+    does not accept.
     """
     sweep = {}
     for word, override in zip(overrides, parse_overrides(overrides), strict=True):
@@ -46,7 +47,7 @@ def name_variants(sweep: Sweep) -> Variants:
         named_keys.append("attention")
     variants = {}
     for combination in product(*sweep.values()):
-        # A config group adds only its value to the name; any other key also adds its last part.
+        # A config group adds only its value to the name; other keys also add their last part.
         parts = []
         for override in combination:
             key, _, value = override.partition("=")
@@ -59,6 +60,6 @@ def name_variants(sweep: Sweep) -> Variants:
         name = re.sub(r"[^\w.]+", "-", "-".join(parts), flags=re.ASCII).strip("-.") or "run"
         if name in variants:
             raise ValueError(f"two variants have the same name ({name}). fix: leave one out")
-        # All runs are judged on the same data: all held-out text, or all held-out rows of a task.
+        # By default, runs are judged on all held-out text, or on all held-out rows of a task.
         variants[name] = ["eval_tokens=99999999", *combination, f"name={name}"]
     return variants

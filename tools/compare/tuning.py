@@ -47,8 +47,8 @@ def find_optimum(losses: Losses) -> Optimum:
     """Fit a parabola over the log of the factor to the losses at factors within 4x of the best.
 
     Marin's sweeps of GQA and MLA do the same: github.com/marin-community/marin/issues/7381.
-    Diverged runs are left out. The optimum stays within one step of the best factor, and does not
-    move toward a neighbor that diverged.
+    Diverged runs are left out. The optimum is at most a factor of 2 from the best factor, and not
+    toward a neighbor that diverged. Without a minimum inside the range, it is the best factor.
     """
     best = best_factor(losses)
     is_inside = min(losses) < best < max(losses)

@@ -1,7 +1,7 @@
 """The decoder classes of `transformers` to which models are exported; some can also be imported.
 
-Each describes the options that its class can express, the entries that only its config.json has,
-and the names and layouts of its weights. A layer is described by a dict of its attention's options.
+Each class below describes one of them: the options that it can express, its own entries of
+config.json, and the names and layouts of its weights.
 """
 
 import torch
@@ -38,7 +38,7 @@ class Llama(Architecture):
 
 
 class Qwen3(Architecture):
-    """Qwen3, 2505.09388: QK-norm, and windows in some layers."""
+    """Qwen3, 2505.09388: QK-norm, and optional windows."""
 
     model_type = "qwen3"
     fixed_options = {"qk_norm": "before_rope"}
@@ -69,7 +69,7 @@ class Mistral(Architecture):
 
 
 class SmolLM3(Qwen3):
-    """SmolLM3: like Qwen3, but without QK-norm, and with some layers without positions."""
+    """SmolLM3: like Qwen3, but without QK-norm, and any layer may lack positions."""
 
     model_type = "smollm3"
     fixed_options = {}
@@ -88,7 +88,7 @@ class Qwen2(Qwen3):
 class Llama4(Architecture):
     """Llama 4 without experts.
 
-    Each layer uses RoPE, QK-norm after RoPE and chunked attention, or none of the three.
+    A layer has both RoPE and QK-norm after it, or neither. Any layer may have chunked attention.
     """
 
     model_type = "llama4_text"
@@ -123,7 +123,7 @@ class Llama4(Architecture):
 
 
 class GraniteSWA(Architecture):
-    """Granite with a sink in each head, and windows in some layers."""
+    """Granite with a sink in each head, and optional windows."""
 
     model_type = "granite_swa"
     fixed_options = {"sink": True}

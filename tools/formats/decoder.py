@@ -12,7 +12,7 @@ LayerConfigs = list[dict]
 TRANSFORMER = "model.transformer.Transformer"
 RECURRENT = "model.attention.recurrent.GatedRecurrence"
 LATENT = "model.attention.mla.LatentAttention"
-# SoftmaxAttention with all of its options off.
+# SoftmaxAttention with its optional mechanisms off, except RoPE.
 PLAIN_SOFTMAX = {
     "_target_": "model.attention.softmax.SoftmaxAttention",
     "_partial_": True,
@@ -60,7 +60,7 @@ HYBRID = "model.attention.hybrid.hybrid"
 
 
 def attention_options(tree: dict) -> LayerConfigs:
-    """Return the options of the attention of each layer of a model."""
+    """Return the attention options of each layer of a model."""
     attention = tree["attention"]
     depth = tree["depth"]
     if attention["_target_"] != HYBRID:
@@ -84,7 +84,7 @@ class Architecture:
     # Required options of gated recurrences. A class without recurrences requires the `_target_` of
     # softmax attention instead, which no recurrence has.
     recurrent_options = {"_target_": PLAIN_SOFTMAX["_target_"]}
-    # Entries of config.json that only this class has, and entries that correspond to our options.
+    # Constant entries of this class in config.json, and entries that correspond to our options.
     constants = {}
     option_entries = {}
     names = LLAMA_NAMES
@@ -92,7 +92,7 @@ class Architecture:
     zeros = ()
 
     def misfits(self, tree: dict, layers: LayerConfigs) -> set[str]:
-        """Return the options of a model that this class cannot express, as KEY=VALUE."""
+        """Return what this class cannot express of a model, mostly options as KEY=VALUE."""
         needed = {"_target_": TRANSFORMER, "softcap": None, "ffn": GATED_FFN, "norm": RMS_NORM}
         needed |= self.fixed_model_options
         actual = tree | {"ffn": tree["ffn"]["_target_"], "norm": tree["norm"]["_target_"]}
@@ -131,7 +131,7 @@ class Architecture:
         return PLAIN_SOFTMAX | self.fixed_options
 
     def own_config(self, tree: dict, layers: LayerConfigs) -> dict:
-        """Return the entries of config.json that only this class has.
+        """Return this class's own entries of config.json.
 
         For an option that is null in `tree`, `layers` has the value that the attention derived.
         Raises ValueError for options that the class cannot express.
@@ -167,7 +167,7 @@ def common_value(layers: LayerConfigs, option: str, default: object = None) -> o
     if any(value != common for value in values):
         raise ValueError(
             f"no known transformers class supports layers with different {option} ({values}). fix: "
-            f"train again with the same attention.{option} in all layers"
+            f"train again with the same {option} in all kinds of layers"
         )
     return common
 

@@ -33,8 +33,8 @@ SHAPE = {
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-# Entries that are not compared with our own export: positions, which are read or refused below, and
-# entries that change no logits. `transformers` may act on any other entry.
+# Entries that are not compared with our own export: positions, which hf_rope.py reads or refuses,
+# and entries that change no logits. `transformers` may act on any other entry.
 READ = {"rope_parameters", "original_max_position_embeddings"}
 IGNORED = {
     "_attn_implementation_autoset",
@@ -77,9 +77,8 @@ def to_hf_config(tree: dict, name: str | None = None) -> dict:
     layers = attention_options(tree)
     name = name or choose_architecture(tree, layers)
     architecture = ARCHITECTURES[name]
-    # If an option is null, the attention derives its value and stores it in an attribute of the
-    # same name. The attribute for the scaling is an object, so the scaling is written as in the
-    # tree.
+    # If an option is null, the attention may derive a value and store it in an attribute of the
+    # same name. The attribute `rope_scaling` is an object, so the option itself is kept.
     for layer, block in zip(layers, build_model(tree, "meta").blocks, strict=True):
         scaling = layer.get("rope_scaling")
         layer |= vars(block.attention) | {"rope_scaling": scaling}
@@ -120,8 +119,8 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
     """Return the name of the first class that fits a model. Raises ValueError if none does."""
     misfits = {name: each.misfits(tree, layers) for name, each in ARCHITECTURES.items()}
 
-    # The nearest class has the right mechanism and the fewest misfits, preferably in the norms,
-    # which are chosen independently of the mechanism.
+    # The nearest class has the right mechanism and the fewest misfits, preferably in QK-norm, which
+    # can be changed without changing the mechanism.
     def distance(name: str) -> tuple[bool, int, bool]:
         found = misfits[name]
         has_mechanism = not any("_target_" in each for each in found)
@@ -136,8 +135,8 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
             needed = ARCHITECTURES[nearest].required_options(layers[0])["qk_norm"]
             fix = f"attention.qk_norm={needed or 'null'} in each kind of layer"
         raise ValueError(
-            f"no transformers class has this architecture ({nearest} is the closest, but does not "
-            f"support {', '.join(found)}). fix: train again with {fix}"
+            f"no known transformers class has this architecture ({nearest} is the closest, but "
+            f"does not support {', '.join(found)}). fix: train again with {fix}"
         )
     return nearest
 
@@ -145,14 +144,14 @@ def choose_architecture(tree: dict, layers: list[dict]) -> str:
 def read_config(folder: Path) -> tuple[str, dict]:
     """Return the name of the class of a folder's model, and the model as a config of ours.
 
-    Raises ValueError for a model that our layers cannot express.
+    Raises ValueError for an invalid config.json, or a model that our layers cannot express.
     """
     content = read_json(folder / "config.json")
-    with malformed(f"not a config of a model ({folder / 'config.json'})"):
+    with malformed(f"cannot import this config ({folder / 'config.json'})"):
         names = content["architectures"]
         if len(names) != 1 or names[0] not in IMPORTED:
             raise ValueError(
-                f"unknown architecture ({names}). fix: use one of {', '.join(IMPORTED)}"
+                f"unknown architecture ({names}). fix: use a model of {' or '.join(IMPORTED)}"
             )
         if content["num_hidden_layers"] > MOST_LAYERS:
             raise ValueError(f"too many layers: the limit is {MOST_LAYERS}")
@@ -161,12 +160,12 @@ def read_config(folder: Path) -> tuple[str, dict]:
 
 
 def from_hf_config(entries: dict, name: str) -> dict:
-    """Return the model that a config describes, in which transformers has filled in all defaults.
+    """Return our config of the model in `entries`, a config.json with all of its defaults.
 
-    The model is built from the entries that we read, then exported again: every entry, except those
-    that change no logits, must have the value that we would write. For example, we do not read
-    `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is refused, and
-    so is one with a `quantization_config`.
+    The model is built from the entries that we read, then exported again: every entry that is not
+    null, and not in READ or IGNORED, must have the value that we would write. For example, we do
+    not read `mlp_bias` and would write `mlp_bias: false`, so a config with `mlp_bias: true` is
+    refused, and so is one with a `quantization_config`.
     Raises ValueError for a model that our layers cannot express.
     """
     architecture = ARCHITECTURES[name]
@@ -181,7 +180,7 @@ def from_hf_config(entries: dict, name: str) -> dict:
     layers = attention_options(tree)
     different = sorted(architecture.misfits(tree, layers))
 
-    # Compare it with our own export.
+    # Compare the entries with our own export.
     export = to_hf_config(tree, name)
     written = {"layer_types": layer_types(layers), "is_causal": True}
     written |= import_transformers().AutoConfig.for_model(**export).to_dict()
@@ -189,21 +188,19 @@ def from_hf_config(entries: dict, name: str) -> dict:
         if entries[entry] != written.get(entry):
             different.append(f"{entry}={entries[entry]}")
     if different:
-        raise ValueError(
-            f"our layers cannot express this {name} (config.json: {', '.join(different)})"
-        )
+        raise ValueError(f"attend cannot express this {name} (config.json: {', '.join(different)})")
     return tree
 
 
 def read_json(file: Path) -> dict:
-    """Return the content of a JSON file. Raises ValueError, naming the file, if this fails."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, if this fails."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return dict(content)
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(
             f"missing or not a JSON object ({file}: {error}). fix: download all files of the "
-            "model. A run or checkpoint of attend does not have to be imported"
+            "model. A run or checkpoint of attend needs no import"
         ) from None
 
 
@@ -214,7 +211,7 @@ def read_model(config: dict, architecture: Architecture) -> dict:
     if "rope_base" in architecture.free_options:
         has_rope = config["no_rope_layers"]
     if {len(types), len(has_rope)} != {config["num_hidden_layers"]}:
-        raise ValueError("layer_types or no_rope_layers do not match num_hidden_layers")
+        raise ValueError("layer_types and no_rope_layers must have num_hidden_layers entries")
     # The layers of a type with RoPE are one kind, and the layers of this type without RoPE another.
     kinds = {}
     pattern = []
@@ -247,7 +244,7 @@ def read_layer(config: dict, architecture: Architecture, layer_type: str, has_ro
         or config["hidden_size"] // config["num_attention_heads"],
         "bias": config.get("attention_bias", architecture.fixed_options.get("bias", False)),
         "dropout": 0.0,
-        "window": windows[layer_type],  # KeyError for a type that the class lacks
+        "window": windows[layer_type],  # KeyError for any other type
     }
     if not has_rope:
         options |= {"rope_base": None, "rope_scaling": None}

@@ -44,14 +44,14 @@ def rope_to_hf(base: float, scaling: dict | None) -> dict:
             return {"rope_type": rope_type, "rope_theta": base, **parameters}
     raise ValueError(
         f"no known transformers class supports this RoPE scaling ({scaling}). fix: train again "
-        "with attention.rope_scaling=null"
+        "without rope_scaling"
     )
 
 
 def rope_from_hf(config: dict) -> dict:
     """Return our options `rope_base` and `rope_scaling` for a config of transformers 5.
 
-    Raises ValueError for a scaling that we do not support.
+    Raises ValueError for parameters of RoPE that we do not support.
     """
     parameters = {
         key: value for key, value in config["rope_parameters"].items() if value is not None
@@ -65,7 +65,7 @@ def rope_from_hf(config: dict) -> dict:
     is_default = rope_type == "default"
     if unknown_keys or (known is None and not is_default):
         raise ValueError(
-            f"unsupported RoPE parameters (config.json: {parameters}). fix: use only the "
+            f"unsupported RoPE parameters (config.json: {parameters}). fix: use only the standard "
             f"parameters of rope_type default or one of {', '.join(SCALINGS)}"
         )
     if known is None:

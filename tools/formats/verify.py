@@ -65,7 +65,7 @@ TEXTS = (
 
 @contextmanager
 def malformed(what: str) -> Iterator[None]:
-    """Convert the exceptions that reading an untrusted file can raise into ValueError."""
+    """Convert errors from an untrusted file into ValueError, except errors that callers report."""
     try:
         yield
     except (IntegrityError, OSError, KeyboardInterrupt, MemoryError):
@@ -83,7 +83,7 @@ def import_transformers() -> ModuleType:
         import transformers
     except ImportError:
         raise ValueError(
-            "transformers is needed. fix: pip install -r requirements-dev.txt"
+            "cannot import transformers. fix: pip install -r requirements-dev.txt"
         ) from None
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -93,13 +93,13 @@ def import_transformers() -> ModuleType:
 def load_theirs(folder: Path) -> nn.Module:
     """Load a folder's model with transformers, in fp32.
 
-    Raises IntegrityError if a tensor is missing, left over or has a different shape.
+    Raises IntegrityError if a tensor cannot be read, is missing, left over or of another shape.
     """
     library = import_transformers()
     what = f"transformers cannot read the weights ({folder}"
     fix = "download the model again, as .safetensors (.bin files are pickles, which could run code)"
     try:
-        # The report names all tensors of other sizes, which are refused below.
+        # The report names all tensors of other shapes, which are refused below.
         model, report = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -118,7 +118,7 @@ def load_theirs(folder: Path) -> nn.Module:
 
 
 def example_row(tree: dict) -> Tensor:
-    """Return a row of random tokens (1, T) for a model of ours, of at most MAX_TOKENS tokens."""
+    """Return a row of up to MAX_TOKENS random tokens (1, T) for a model of ours."""
     draw = torch.Generator().manual_seed(0)
     length = min(MAX_TOKENS, tree["context"])
     return torch.randint(tree["vocab_size"], (1, length), generator=draw)
@@ -130,14 +130,14 @@ def logits_differ(ours: Tensor, theirs: Tensor) -> str | None:
     spread = theirs.std().item()
     if difference <= TOLERANCE * spread:
         return None
-    return f"logits differ by {difference:.1e}; their standard deviation is {spread:.1e}"
+    return f"largest difference {difference:.1e}, standard deviation of the logits {spread:.1e}"
 
 
 def tokenizers_differ(ours: Tokenizer, theirs) -> str | None:
     """Describe the first text that transformers encodes or decodes differently; None if all agree.
 
     `theirs` is a tokenizer of transformers. In transformers, an empty prompt has no ids unless the
-    tokenizer prepends BOS; ours is then BOS.
+    tokenizer prepends BOS; our encoding of it is BOS.
     """
     texts = [*TEXTS, *(f"a {token} b" for token in theirs.get_added_vocab())]
     for text in texts:
@@ -160,5 +160,5 @@ def tokenizers_differ(ours: Tokenizer, theirs) -> str | None:
         ]
         for found, expected in pairs:
             if found != expected:
-                return f"{text!a} gives {found!a} here and {expected!a} in transformers"
+                return f"{text!a} gives {found!a} in attend and {expected!a} in transformers"
     return None

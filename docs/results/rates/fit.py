@@ -2,8 +2,8 @@
 
     python -m docs.results.rates.fit
 
-prints the tables in README.md from runs.jsonl and depth.jsonl, shows how well the rule and other
-forms predict setups to which they were not fitted, and draws width.svg.
+prints the first five tables of README.md from runs.jsonl and depth.jsonl, the constants of the fits
+and the intervals for the rates of other projects, and draws width.svg.
 """
 
 import json
@@ -24,18 +24,18 @@ from tools.compare.plots import to_svg
 
 FOLDER = Path(__file__).parent
 OPTIMIZERS = {name: compose([f"optimizer={name}"]).optimizer for name in ("muon", "adamw")}
-# The runs of other projects, by name: dim x depth, tokens per step and tokens.
+# The runs of other projects, by name: dim x depth, tokens per step and tokens in total.
 OTHERS = {
     "modded-nanogpt": (768 * 12, 524_288, 1.70e9),
     "nanochat, d12": (768 * 12, 524_288, 1.32e9),
     "nanochat, d20": (1280 * 20, 1_048_576, 5.22e9),
 }
-MIN_STEPS = 150  # of the rule
+MIN_STEPS = 150  # as in training/rates.py
 RESAMPLES = 2000
 
 
 class Setup(NamedTuple):
-    """A model and the size of its run."""
+    """An optimizer, a model and the size of its run."""
 
     optimizer: str
     dim: int
@@ -49,7 +49,7 @@ Runs = dict[Setup, dict[int, dict[float, float]]]
 
 
 class Optimum(NamedTuple):
-    """The minimum of the parabola through the best rate and its two neighbors."""
+    """The minimum of the parabola through the losses at the best rate and its two neighbors."""
 
     rate: float
     loss: float
@@ -57,7 +57,7 @@ class Optimum(NamedTuple):
 
 
 def rule_rate(setup: Setup) -> float:
-    """Return the rate of matrices that training/rates.py sets."""
+    """Return the peak rate of matrices that training/rates.py sets."""
     options = OPTIMIZERS[setup.optimizer]
     reference = instantiate(options["reference"], "training")
     rate = options["lr"] * reference.run_factor(*setup[1:])
@@ -75,7 +75,7 @@ def optimum(losses: dict[float, float], expected: float) -> Optimum | None:
     neighbors = rates[best - 1 : best + 2]
     parabola = np.polyfit(np.log(neighbors), [losses[rate] for rate in neighbors], 2)
     minimum = -parabola[1] / (2 * parabola[0])
-    # Beyond the three rates, interpolate between the measured losses.
+    # If the rule's rate is outside these three, interpolate between the measured losses.
     at_rule = np.interp(math.log(expected), np.log(rates), [losses[rate] for rate in rates])
     if neighbors[0] <= expected <= neighbors[-1]:
         at_rule = np.polyval(parabola, math.log(expected))
@@ -83,7 +83,7 @@ def optimum(losses: dict[float, float], expected: float) -> Optimum | None:
 
 
 def read_runs(attention: str = "gqa", momentum: float = 0.85) -> Runs:
-    """Return the losses of a preset at the current ratios between the rates."""
+    """Return a preset's losses; except for gqa, only at the current ratios of the roles' rates."""
     runs = defaultdict(lambda: defaultdict(dict))
     lines = []
     for name in ("runs.jsonl", "depth.jsonl"):
@@ -99,7 +99,7 @@ def read_runs(attention: str = "gqa", momentum: float = 0.85) -> Runs:
 
 
 def read_optima(momentum: float = 0.85) -> dict[Setup, list[Optimum]]:
-    """Return the optima of gqa for each setup, one for each seed with enough rates."""
+    """Return the optima of gqa by setup, one for each seed whose best rate is not at an edge."""
     optima = {}
     for setup, by_seed in sorted(read_runs(momentum=momentum).items()):
         found = [optimum(each, rule_rate(setup)) for each in by_seed.values()]
@@ -137,7 +137,7 @@ def print_attentions() -> None:
 
 
 def draw_widths() -> None:
-    """Plot the loss against the factor of all rates in width.svg, with a line for each width."""
+    """Draw width.svg: the loss over the factor of all rates, with a line for each width."""
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -165,7 +165,7 @@ class Sizes(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A formula for the logarithm of the best rate: its constants, and where their fit starts."""
+    """A formula for the logarithm of the best rate, and the constants where its fit starts."""
 
     value: Callable[[np.ndarray, Sizes], np.ndarray]
     start: list[float]
@@ -178,7 +178,7 @@ def power(x: np.ndarray, at: Sizes) -> np.ndarray:
 
 
 def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """power() with a cap: the last constant is the logarithm of the fewest steps."""
+    """power() with the batch size capped, so that at least exp(last constant) steps remain."""
     largest = at.tokens * (4e6 / 4096) / np.exp(x[4])
     # A smooth minimum, so that the fit can move the cap.
     batch = (at.batch**-8.0 + largest**-8.0) ** (-1 / 8)
@@ -186,13 +186,13 @@ def capped(x: np.ndarray, at: Sizes) -> np.ndarray:
 
 
 def noise_scale(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """Return the factor of the earlier rule, 1 / sqrt(1 + N / B), without one for the depth."""
+    """The earlier rule, with the factor 1 / sqrt(1 + noise / batch) and no factor for the depth."""
     noise = np.exp(x[1]) * at.tokens ** x[2] * at.dim ** x[3]
     return x[0] - 0.5 * np.log1p(noise / at.batch)
 
 
 def rise_and_fall(x: np.ndarray, at: Sizes) -> np.ndarray:
-    """2405.14578: the rate falls again in batches beyond the noise scale."""
+    """2405.14578: the rate falls again for batches larger than the noise scale."""
     noise = np.exp(x[1]) * at.tokens ** x[2] * (at.dim * at.depth) ** x[3]
     return x[0] - np.log(np.sqrt(noise / at.batch) + np.sqrt(at.batch / noise))
 
@@ -267,7 +267,7 @@ def print_forms(measured: Measured) -> None:
 
 
 def print_intervals(measured: Measured) -> None:
-    """Resample the setups, and print the errors of the free exponents and of other runs' rates."""
+    """Resample the setups; print the exponents' standard errors and intervals for OTHERS' rates."""
     generator = np.random.default_rng(0)
     count = len(measured.best)
     fits = np.array(

@@ -10,12 +10,12 @@ from torch import Tensor
 from model.attention.kernels.definition import HAS_AMX, Case, add_bias, expand_heads
 from model.layers import apply_softcap, fp32
 
-BLOCK_SIZE = 128  # minimum number of queries in a block
+BLOCK_SIZE = 128  # minimum number of queries in a block, except the last one
 # Compile time grows with the number of blocks, so compiled code uses larger blocks for many tokens.
 MAX_BLOCKS = 8
 # Up to this many tokens, compiled blocks replace the fused kernel on a CPU in bf16, because they
 # are faster there (in fp32, they are not). For longer sequences, the T^2 exponentials per head that
-# they keep for the backward take too much memory, and with AMX, the fused kernel is faster
+# they keep for the backward pass take too much memory, and with AMX, the fused kernel is faster
 # (docs/dev/log.md).
 MAX_COMPILED_TOKENS = 1024 if HAS_AMX else 2048
 
@@ -25,11 +25,11 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """Whether compiled code attends from a single query, or over a short sequence on a CPU in bf16.
+    """Whether the case is compiled, and has one query or is a short sequence on a CPU in bf16.
 
-    A single query then needs no matrix product. On a CPU, this kernel is preferred only if keys and
-    values differ in width, which torch's fused kernel for CPUs does not support. A short sequence
-    must have a plain causal mask.
+    Here, a single query needs no matrix product. On a CPU, a single query uses this kernel only if
+    keys and values differ in width, which torch's fused kernel for CPUs does not support. A short
+    sequence must have a plain causal mask.
     """
     if not case.is_compiled:
         return False
@@ -71,7 +71,7 @@ def attend_block(case: Case, first: int = 0) -> Tensor:
     """Compute attention with each step of the softmax in a separate operation.
 
     The exponentials are multiplied by v, and the product is divided by their sum. In fp16, this
-    product may overflow, so the exponentials are divided first. The backward uses the saved
+    product may overflow, so the exponentials are divided first. The backward pass uses the saved
     exponentials, in the dtype of v, instead of fp32 scores. `first` is the index of the block's
     first query among all T queries.
     """
@@ -105,7 +105,7 @@ def attend_block(case: Case, first: int = 0) -> Tensor:
 
 
 class Exponential(torch.autograd.Function):
-    """e^x in `dtype`; only this result is saved for the backward."""
+    """e^x in `dtype`; only this result is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:

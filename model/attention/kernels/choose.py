@@ -2,7 +2,7 @@
 
 Each kernel is a module with three functions of a Case (definition.py): `supports` tells whether it
 can compute the case on this device, `prefers` whether it should then be used instead of the kernels
-after it, and `run` computes it.
+after it in KERNELS, and `run` computes it.
 """
 
 from types import ModuleType
@@ -22,7 +22,7 @@ def choose(case: Case) -> ModuleType:
 
     The choice depends only on the case, on the features of the processor or GPU, on whether
     gradients are enabled, and on whether the C++ code of decode.py is loaded. It never depends on
-    measured times, so equal runs use equal kernels.
+    measured times, so identical runs use the same kernels.
     """
     for kernel in KERNELS:
         if kernel.supports(case) and kernel.prefers(case):
@@ -31,7 +31,7 @@ def choose(case: Case) -> ModuleType:
 
 
 class AttentionKernel(nn.Module):
-    """Softmax attention with the fastest kernel for the shapes and the device, eager or compiled.
+    """Softmax attention with the kernel that `choose` returns, eager or compiled.
 
     It has no parameters; it is a module so that a forward hook can see its arguments.
     """

@@ -1,6 +1,6 @@
 """Attention of a decode step on a CPU, in C++ (inference/matvec.cpp).
 
-It reads keys and values once, in the order of the memory, for all query heads that share them.
+It reads keys and values once, in memory order, for all query heads that share them.
 """
 
 import torch
@@ -12,9 +12,9 @@ MIN_SHARED_SIZE = 200_000  # elements in the keys of all rows
 
 
 def supports(case: Case) -> bool:
-    """Whether each row has one query and a plain softmax in fp32 or bf16, without gradients.
+    """Whether each row has one query on a CPU, with a mask and a plain softmax in fp32 or bf16.
 
-    inference/quantize.py must have loaded the C++ code.
+    Gradients and dropout are not supported. inference/quantize.py must have loaded the C++ code.
     """
     q, k, v, mask, options, *_ = case
     # The code has no backward pass.
@@ -27,7 +27,7 @@ def supports(case: Case) -> bool:
 
 
 def prefers(case: Case) -> bool:
-    """Whether this takes less time than torch's fused kernel (docs/dev/log.md).
+    """Whether this kernel takes less time than torch's fused kernel (docs/dev/log.md).
 
     The fused kernel is faster in bf16 with AMX. With AVX-512, it is also faster if all query heads
     share one key head, as in MLA, and there are many keys.

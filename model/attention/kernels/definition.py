@@ -16,7 +16,7 @@ from torch import Tensor
 from model.context import MaskRule
 from model.layers import apply_softcap, fp32
 
-HAS_AMX = torch.cpu._is_amx_tile_supported()  # the processor multiplies matrices in bf16
+HAS_AMX = torch.cpu._is_amx_tile_supported()  # the processor has instructions for bf16 matrices
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 # (row, head, query, key) -> the score's bias; the arguments are index tensors that broadcast.

@@ -1,4 +1,4 @@
-"""FlexAttention: compiled attention on a GPU, with any mask and any scores. 2412.05496."""
+"""FlexAttention: compiled attention on a GPU, with functions for mask and scores. 2412.05496."""
 
 from functools import partial
 
@@ -14,8 +14,8 @@ from model.layers import apply_softcap, fp32
 
 BLOCK_SIZE = 128  # number of queries and keys in a block of the block mask
 MIN_WIDTH = 16  # of heads; Inductor refuses narrower ones (kernel/flex/flex_attention.py)
-# The largest size of a head, in bytes, that fits into the shared memory of every GPU from Ampere
-# on: a width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of 192 in bf16
+# Heads of up to this many bytes per token fit into the shared memory of every GPU from Ampere on: a
+# width of 128 in bf16, or 64 in fp32. A block takes 114,688 bytes at a width of 192 in bf16
 # (backward), and 134,144 at 128 in fp32 (forward); consumer GPUs have 101,376.
 MAX_HEAD_BYTES_ANY_GPU = 256
 MAX_FP32_WIDTH = 128  # a block takes 362,496 bytes at 136 in fp32, and an H100 has 232,448
@@ -23,7 +23,7 @@ LARGE_SHARED_MEMORY = 120_000  # bytes per block, more than consumer GPUs have; 
 
 
 def supports(case: Case) -> bool:
-    """Whether this is compiled code on a GPU, without a cache or dropout, with heads that fit.
+    """Whether this is compiled code on a GPU, with T = S, no dropout, and supported head widths.
 
     A token bias cannot be combined with a soft-cap.
     """
@@ -57,8 +57,8 @@ def run(case: Case) -> Tensor:
         q, k = append_token_bias(q, k, options)
         v = expand_heads(v, q)
 
-    # A gradient through `lse`, which a sink needs, is wrong in torch 2.11 on an H200 unless the
-    # length is a multiple of the block size, so queries and keys are padded (docs/dev/gpu.md). The
+    # A gradient through the log-sum-exp, which a sink needs, was wrong in torch 2.11 on an H200 if
+    # the block size did not divide the length, so q, k and v are padded (docs/dev/gpu.md). The
     # padding comes last, so no token attends to it; the outputs of padding are discarded below.
     length = q.shape[2]
     padding = 0
@@ -89,7 +89,7 @@ def run(case: Case) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = apply_softcap(score, options.softcap)
         if options.bias is not None:
-            if padding > 0:  # padding has no bias
+            if padding > 0:  # the bias is not defined for padding
                 i = i.clamp(max=length - 1)
                 j = j.clamp(max=length - 1)
             score = score + options.bias(b, h, i, j)

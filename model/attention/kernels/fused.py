@@ -1,7 +1,8 @@
 """torch's fused attention, F.scaled_dot_product_attention.
 
-On a GPU, torch chooses FlashAttention, cuDNN or its memory-efficient kernel. The kernel for a CPU
-stores no scores. Soft-caps, sinks and score biases are not supported.
+On a GPU, torch chooses FlashAttention, cuDNN or its memory-efficient kernel; for a CPU, it has one
+kernel. They store no scores. Cases that they do not support, such as dropout on a CPU, run in
+separate operations, which store all scores. Soft-caps, sinks and score biases are not supported.
 """
 
 import torch
@@ -13,10 +14,10 @@ from model.attention.kernels.token_bias import append_token_bias
 
 
 def supports(case: Case) -> bool:
-    """Whether this is a plain softmax or, on a GPU with several queries, one with a token bias.
+    """Whether this is a plain softmax; on a GPU, several queries may have a token bias.
 
     On a GPU, the token bias becomes part of the products, except with a single query, because this
-    would copy all keys. On a CPU, `blocks` adds it to the scores, which is exact in any dtype.
+    would copy all keys. Otherwise, `blocks` adds it to the scores, which is exact in any dtype.
     """
     options = case.options
     if case.q.is_cuda and case.q.shape[2] > 1:
@@ -62,8 +63,8 @@ def run(case: Case) -> Tensor:
 def can_flash_attention(q: Tensor, mask: Tensor | None, dropout: float) -> bool:
     """Whether FlashAttention supports these queries: fp16 or bf16, no mask, Ampere or newer.
 
-    On GPUs with little shared memory, its backward pass does not support some wide heads
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    Heads may be at most 256 wide. On GPUs with little shared memory, the backward pass does not
+    support some wide heads (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     gpu = torch.cuda.get_device_properties(q.device)
     width = q.shape[-1]

@@ -38,8 +38,8 @@ def append_token_bias(q: Tensor, k: Tensor, options: ScoreOptions) -> tuple[Tens
 class SplitInThree(torch.autograd.Function):
     """x (...) in fp32 -> three numbers (..., 3) that sum to x and are each exact in bf16.
 
-    Each has 8 of the 24 bits of x, so products in bf16, fp16 or TF32 that accumulate in fp32 keep
-    all 24 bits.
+    Each has 8 of the 24 bits of x, so products in bf16 or TF32 that accumulate in fp32 keep all 24
+    bits. fp16 loses the last bits of small numbers.
     """
 
     # Mask the bits, because Inductor would simplify x.bfloat16().float() to x.
