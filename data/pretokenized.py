@@ -116,19 +116,20 @@ class Pretokenized(Source):
                 "fix: copy it again, or set data.dtype"
             )
 
-        # If ids are stored at twice this width, every other number read here is close to 0. Valid
-        # ids may look the same, so the check does not apply if data.dtype is given.
+        # If ids are stored at twice this width, every other number read here is close to 0, and 0 if
+        # they are 64-bit ids. Valid uint16 ids may look the same, so data.dtype turns this off.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
         probe = tokens[:PROBED_TOKENS]
         halves = sorted([probe[::2].mean(), probe[1::2].mean()])
         is_halved = halves[0] * 64 < halves[1] and len(probe) >= MIN_PROBED_TOKENS
-        if is_halved and self.dtype is None:
+        if is_halved and halves[0] == 0 and dtype.name == "uint32":
+            raise ValueError(f"64-bit ids are not supported ({file}). fix: store them as uint32")
+        if is_halved and dtype.name == "uint16" and self.dtype is None and not is_llmc:
             raise ValueError(
-                f"every other id is close to 0 when read as {dtype.name}, so the dtype may be "
-                f"wrong ({file}). fix: data.dtype=uint32, or, if the dtype is right, "
-                f"data.dtype={dtype.name}"
+                f"every other id is close to 0 when read as uint16, so the dtype may be wrong "
+                f"({file}). fix: data.dtype=uint32, or, if the dtype is right, data.dtype=uint16"
             )
         # An id outside the vocabulary would index past the end of the embedding.
         if highest >= self.ids_of.vocab_size:

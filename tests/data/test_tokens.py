@@ -165,6 +165,13 @@ def test_unusable_token_files_are_refused(tmp_path, content, named):
         prepare(source(tmp_path), tmp_path / "cache")
 
 
+@pytest.mark.parametrize("options", [{"dtype": "uint32"}, {"vocab_size": 70_000}])
+def test_64_bit_ids_are_refused(tmp_path, options):
+    np.array(ONES, "<i8").tofile(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="64-bit"):
+        prepare(source(tmp_path, **options), tmp_path / "cache")
+
+
 def test_small_and_large_ids_may_alternate_if_the_dtype_is_given(tmp_path):
     ids = [1, 99] * 250
     (tmp_path / "a.bin").write_bytes(encode(ids))
