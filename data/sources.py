@@ -334,6 +334,6 @@ class Hub(Source):
             reason, _, _ = str(error).partition("\n")
             raise ValueError(
                 f"cannot read the dataset ({self.repo}: {reason or type(error).__name__}). "
-                "fix: check the network and data.repo"
+                "fix: check the network and the keys of data"
             ) from None
         yield "".join(lines)

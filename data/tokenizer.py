@@ -81,7 +81,7 @@ class Tokenizer(ABC):
             return tokenizer
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(
-                f"not a readable tokenizer, or one without an EOS token ({path}: {error}). fix: "
+                f"cannot read this tokenizer, or it has no EOS token ({path}: {error}). fix: "
                 "set data.tokenizer to a different file, or first import the transformers model "
                 "with tools.import_hf"
             ) from None

@@ -61,7 +61,7 @@ class Signals:
         is_repeated = self.received != 0 and number == signal.SIGINT and "RANK" not in os.environ
         if is_repeated or not self.is_armed:
             errors.exit_with(
-                EXIT_CODES[number], "stopped without saving; earlier checkpoints are kept"
+                EXIT_CODES[number], "stopped at once; checkpoints that were already saved are kept"
             )
         # The handler may have interrupted a print, so it must not print. A closed terminal or pipe
         # must not keep the run from saving.

@@ -142,7 +142,7 @@ class Trainer:
         return torch.stack(sums)
 
     def compile_gradients(self, step: int, micro_batch_size: int) -> Tensor:
-        """Run `compute_gradients`, which compiles forward and backward.
+        """Turn on compilation and run `compute_gradients`, which then compiles.
 
         If compilation fails, training continues without it; with compile=true or several processes,
         the run exits with code 2.
