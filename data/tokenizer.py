@@ -38,7 +38,7 @@ CONFIGS = ("tokenizer_config.json", "generation_config.json")
 
 
 class Tokenizer(ABC):
-    """Base class of tokenizers, which encodes documents and prompts in the same way for all.
+    """Base class of tokenizers: the rules by which all of them build documents and prompts.
 
     A document begins with `bos` and ends with `eos`. If `bos` is among the `eos_ids`, which end a
     generation, it is written only once between two documents. `files` holds the contents of the

@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> None:
     if misreadings:
         print0(
             "warning: some programs silently misread this model: "
-            f"{'; '.join(misreadings)}. fix: use a program that "
-            "gives the same outputs (docs/formats.md)"
+            f"{'; '.join(misreadings)}. fix: use a program, or an option of it, for which "
+            "docs/formats.md reports the same outputs"
         )
     print(
         f"written: {architecture}, {args.dtype}: {args.out}. To use it: "

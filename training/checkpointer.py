@@ -273,7 +273,7 @@ def check_optimizer_state(model: nn.Module, state: StateByName) -> None:
 
 
 def fingerprint(trainer: Trainer, micro_batch_size: int) -> dict[str, str | int | bool]:
-    """Return values, other than the program and the config, that affect rounding."""
+    """Return what affects rounding besides the code and the config, and values chosen for it."""
     ranks = trainer.ranks
     if ranks.device.type == "cuda":
         chip = torch.cuda.get_device_name(ranks.device)

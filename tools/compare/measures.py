@@ -9,7 +9,7 @@ from tools.latency import MIN_CONTEXT, latencies
 
 
 def measure_checkpoints(runs: list[Run]) -> None:
-    """Measure judged runs that have a checkpoint but lack a measurement.
+    """Add missing measurements to judged runs that have a checkpoint.
 
     Decoding is measured only for the first run of each variant of a task. The results for runs in
     the folder of a comparison are added to its records.

@@ -1,4 +1,4 @@
-"""The decoder classes of `transformers` to which models are exported; some can also be imported.
+"""The decoder classes of `transformers` that models can be exported to or imported from.
 
 Each class below describes one of them: the options that it can express, its own entries of
 config.json, and the names and layouts of its weights.
