@@ -25,10 +25,10 @@ class Pretokenized(Source):
     """Token ids of `tokenizer`, or of an unknown tokenizer with `vocab_size` ids and BOS id `bos`.
 
     At most `validation_tokens` tokens are held out: the beginning of the files that `validation`
-    names or, if it is null, the last 5% of the last file, but at least two tokens. Files
-    without a header contain ids of `dtype`; null means the dtype of our own shards, which is uint16
-    if the vocabulary fits, and otherwise uint32. Raises ValueError for a damaged file, and for ids
-    that do not fit the dtype, the tokenizer or the vocabulary.
+    names or, if it is null, the last 5% of the last file, but at least two tokens. Files without a
+    header contain ids of `dtype`; null means the dtype of our own shards, which is uint16 if the
+    vocabulary fits, and otherwise uint32. Raises ValueError for a damaged file, and for ids that do
+    not fit the dtype, the tokenizer or the vocabulary.
     """
 
     path: Paths
@@ -116,8 +116,9 @@ class Pretokenized(Source):
                 "fix: copy it again, or set data.dtype"
             )
 
-        # If ids are stored at twice this width, every other number read here is close to 0, and 0 if
-        # they are 64-bit ids. Valid uint16 ids may look the same, so data.dtype turns this off.
+        # If ids are stored at twice this width, every other number read here is close to 0. Valid
+        # uint16 ids may look the same, so data.dtype turns their check off. The upper halves of
+        # 64-bit ids are exactly 0.
         tokens = np.memmap(file, dtype, "r", start)
         assert len(tokens) == count
         highest = tokens.max()
@@ -128,7 +129,7 @@ class Pretokenized(Source):
             raise ValueError(f"64-bit ids are not supported ({file}). fix: store them as uint32")
         if is_halved and dtype.name == "uint16" and self.dtype is None and not is_llmc:
             raise ValueError(
-                f"every other id is close to 0 when read as uint16, so the dtype may be wrong "
+                "every other id is close to 0 when read as uint16, so the dtype may be wrong "
                 f"({file}). fix: data.dtype=uint32, or, if the dtype is right, data.dtype=uint16"
             )
         # An id outside the vocabulary would index past the end of the embedding.

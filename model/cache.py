@@ -25,8 +25,8 @@ class LayerCache:
         used: one slot, or more in the view that `first_slots` returns.
     scales[name] (B, slots, K, 1): in an int8 cache, the fp16 scale of each feature vector. Features
         with E = 1 have none, because they are in fp32 or wider in every cache.
-    states[name] (B, ...): what is stored once per row; the layer writes to it. States are in
-        fp32 or wider, except that `low_precision_states` are in the cache's dtype (bf16 for int8).
+    states[name] (B, ...): tensors without a token axis; the layer writes to them. They are in fp32
+        or wider, except that `low_precision_states` are in the cache's dtype (bf16 for int8).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The loss of a language model: cross-entropy of the next token, summed over targets, in nats.
 
-The objective is what training minimizes; the metrics, without gradients, are what it reports.
+Training minimizes the objective and reports the metrics, which have no gradients.
 """
 
 from typing import Any

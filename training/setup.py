@@ -45,7 +45,7 @@ class Start:
 def read_settings(overrides: list[str]) -> tuple[Settings, Start, torch.device]:
     """Return the settings of `python train.py OVERRIDES`, where the run begins, and its device.
 
-    Exits with an error for invalid overrides, and if this machine lacks what they require.
+    Exits with an error for invalid overrides, and if this machine cannot train the run.
     """
     settings = compose(overrides)
     run = folder.given_run_dir(settings)

@@ -37,7 +37,7 @@ class Attention(nn.Module, ABC):
     - have `norm` in the names of its norms
     - list in `losses` the names of the auxiliary losses that `forward` adds with `add_loss`
     - register tensors that are not parameters as buffers
-    - cast what it computes from its buffers and its own one-dimensional parameters (`type_as`),
+    - cast values that it computes from buffers and its own one-dimensional parameters (`type_as`),
       because these are not converted to bf16 in a bf16 model
     """
 

@@ -34,7 +34,7 @@ class RecurrentAttention(Attention):
 
     Tokens are processed in chunks of `chunk` tokens (or T, if smaller), rounded up to a power of
     two. Except for rounding errors, the chunk size does not affect the result. (`Attention.chunk`
-    is something else: a limit on what a token attends to.)
+    is something else: a limit on the tokens that a token attends to.)
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, chunk: int):

@@ -88,7 +88,7 @@ class Job:
             set_aside(self.run_dir)
 
     def match_baseline(self) -> None:
-        """Compile as the baseline did; with the same length limits, train on as many tokens."""
+        """Compile as the baseline did; with equal length limits, train on equally many tokens."""
         if self.baseline is None:
             return
         ends = ("max_minutes", "tokens_per_parameter", "steps")

@@ -87,7 +87,7 @@ class Section(NamedTuple):
 
     title: str
     answer: str  # a few sentences
-    gaps: str  # a sentence about what a reliable answer still needs; "" if nothing
+    gaps: str  # a sentence with the unmet conditions of a verdict; "" if there are none
     figure: Figure | None
     table: DataFrame
     caption: str
