@@ -172,8 +172,10 @@ def test_64_bit_ids_are_refused(tmp_path, options):
         prepare(source(tmp_path, **options), tmp_path / "cache")
 
 
-def test_small_and_large_ids_may_alternate_if_the_dtype_is_given(tmp_path):
+def test_small_and_large_ids_may_alternate_if_the_dtype_is_known(tmp_path):
     ids = [1, 99] * 250
+    (tmp_path / "a.bin").write_bytes(encode(ids, "llm.c"))
+    prepare(source(tmp_path), tmp_path / "cache")
     (tmp_path / "a.bin").write_bytes(encode(ids))
     with pytest.raises(ValueError, match=r"data\.dtype=uint16"):
         prepare(source(tmp_path), tmp_path / "cache")
