@@ -23,7 +23,7 @@ M_MMAP_MAX = -4
 # from NVIDIA's data sheets. Keys are patterns of device names; the first one that matches is used.
 PEAKS = {
     "B200|GB200": (2250e12, 8e12),
-    "H100 PCIe": (756e12, 2e12),
+    "(H100|H800) PCIe": (756e12, 2e12),
     "H100 NVL": (835e12, 3.9e12),
     "H200 NVL": (835e12, 4.8e12),
     "H200": (989e12, 4.8e12),
@@ -197,6 +197,9 @@ def find_peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
     """Return the first entry of PEAKS that matches the GPU's name, or (None, None)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+        # These variants of a GPU have other peaks. MIG is a part of a GPU.
+        if re.search(r"\b(D|Laptop|MIG|Ti)\b", name):
+            return (None, None)
         for pattern, peaks in PEAKS.items():
             if re.search(rf"\b({pattern})\b", name):
                 return peaks

@@ -55,6 +55,11 @@ def test_a_gpu_without_kernels_is_skipped_and_refused_if_requested(monkeypatch, 
         ("NVIDIA A100 80GB PCIe", 1.94e12),  # not the bandwidth of other A100
         ("NVIDIA H200 NVL", 4.8e12),
         ("NVIDIA L4", 0.3e12),  # not that of an L40S
+        ("NVIDIA GeForce RTX 4090", 1.01e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
