@@ -237,7 +237,8 @@ def environments(device: str) -> list[Environment]:
     If runs use no GPU, they take turns, unless OMP_NUM_THREADS leaves cores for further runs.
     """
     num_gpus = 0
-    if device in ("auto", "cuda"):
+    # device_count also counts GPUs whose driver is too old for torch.
+    if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         num_cores = int(min(len(cores()), cpu_quota() or math.inf))
