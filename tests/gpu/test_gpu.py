@@ -67,11 +67,12 @@ def gradients(
     bos: int | None,
     *,
     device: torch.device = CPU,
+    weights: torch.dtype = torch.float32,
     precision: torch.dtype = torch.float32,
     is_compiled: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The gradients of the loss for two random texts, returned in float64 on the CPU."""
-    model = drawn_model(variant, context).to(device)
+    model = drawn_model(variant, context).to(device, weights)
     tokens = torch.randint(128, (2, context + 1), generator=torch.Generator().manual_seed(1))
     tokens[:, context // 3] = BOS
     tokens = tokens.to(device)
@@ -103,9 +104,14 @@ def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> No
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("variant", [*VARIANTS, *EXTRAS])
 def test_gradients_of_the_compiled_loss_match_the_cpu(variant, context, bos):
-    expected = gradients(variant, context, bos)
+    exact = gradients(variant, context, bos, weights=torch.float64)
+    on_cpu = gradients(variant, context, bos)
     found = gradients(variant, context, bos, device=DEVICE, is_compiled=True)
-    assert_within(differences(found, expected), dict.fromkeys(expected, FP32_BOUND))
+    # Some gradients are ill-conditioned: in fp32, they are inaccurate on any device.
+    bounds = {}
+    for name, difference in differences(on_cpu, exact).items():
+        bounds[name] = max(4 * difference, FP32_BOUND)
+    assert_within(differences(found, exact), bounds)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -211,8 +217,8 @@ def test_training_steps_do_not_synchronize_with_the_device(run_of, optimizer):
     run = run_of(f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
     take_step(run)
     set_sync_debug_mode = torch.cuda.set_sync_debug_mode if IS_GPU else str
-    set_sync_debug_mode("error")
     try:
+        set_sync_debug_mode("error")
         for _ in range(3):
             take_step(run)
     finally:
