@@ -22,7 +22,9 @@ M_MMAP_MAX = -4
 # Peak FLOP/s of dense bf16 tensor-core products (T4: fp16) and peak memory bandwidth in bytes/s,
 # from NVIDIA's data sheets. Keys are patterns of device names; the first one that matches is used.
 PEAKS = {
-    "B200|GB200": (2250e12, 8e12),
+    "D|Laptop|MIG|Ti": (None, None),  # variants with other peaks, and parts of a GPU
+    "GB200": (2500e12, 8e12),
+    "B200": (2250e12, 8e12),
     "(H100|H800) PCIe": (756e12, 2e12),
     "H100 NVL": (835e12, 3.9e12),
     "H200 NVL": (835e12, 4.8e12),
@@ -30,7 +32,7 @@ PEAKS = {
     "GH200": (989e12, 4e12),
     "H100|H800": (989e12, 3.35e12),
     "H20": (148e12, 4e12),
-    "A100 80GB PCIe": (312e12, 1.94e12),
+    "(A100|A800) 80GB PCIe": (312e12, 1.94e12),
     "(A100|A800).*80GB": (312e12, 2.04e12),
     "(A100|A800).*40GB": (312e12, 1.56e12),
     "A10G": (70e12, 0.6e12),
@@ -197,9 +199,6 @@ def find_peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
     """Return the first entry of PEAKS that matches the GPU's name, or (None, None)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        # These variants of a GPU have other peaks. MIG is a part of a GPU.
-        if re.search(r"\b(D|Laptop|MIG|Ti)\b", name):
-            return (None, None)
         for pattern, peaks in PEAKS.items():
             if re.search(rf"\b({pattern})\b", name):
                 return peaks

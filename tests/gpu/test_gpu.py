@@ -35,6 +35,7 @@ BACKEND = "inductor" if IS_GPU else "aot_eager"
 BOS = 0
 # Reordered fp32 products differ by about 1e-6, and TF32 products by 1e-3.
 FP32_BOUND = 1e-4
+MIN_NORM = 1e-3  # fp32 is too coarse for a gradient that is nearly zero
 BF16_SLACK = 0.02  # in case eager bf16 happens to be nearly exact
 
 pytestmark = [
@@ -86,10 +87,16 @@ def gradients(
     return {name: p.grad.double().cpu() for name, p in model.named_parameters()}
 
 
-def differences(found: dict, expected: dict) -> dict[str, float]:
-    """The norm of each gradient's difference relative to the gradient's norm; NaN for NaN."""
+def differences(found: dict, expected: dict, min_norm: float = 0.0) -> dict[str, float]:
+    """The norm of each gradient's difference, relative to the gradient's norm; NaN for NaN.
+
+    Smaller norms count as `min_norm`.
+    """
     assert found.keys() == expected.keys()
-    return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+    relative = {}
+    for name, g in expected.items():
+        relative[name] = ((found[name] - g).norm() / g.norm().clamp(min=min_norm)).item()
+    return relative
 
 
 def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> None:
@@ -103,15 +110,15 @@ def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> No
 @pytest.mark.parametrize("bos", [None, BOS])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("variant", [*VARIANTS, *EXTRAS])
-def test_gradients_of_the_compiled_loss_match_the_cpu(variant, context, bos):
+def test_gradients_of_the_compiled_loss_are_as_accurate_as_on_the_cpu(variant, context, bos):
     exact = gradients(variant, context, bos, weights=torch.float64)
     on_cpu = gradients(variant, context, bos)
     found = gradients(variant, context, bos, device=DEVICE, is_compiled=True)
     # Some gradients are ill-conditioned: in fp32, they are inaccurate on any device.
     bounds = {}
-    for name, difference in differences(on_cpu, exact).items():
+    for name, difference in differences(on_cpu, exact, MIN_NORM).items():
         bounds[name] = max(4 * difference, FP32_BOUND)
-    assert_within(differences(found, exact), bounds)
+    assert_within(differences(found, exact, MIN_NORM), bounds)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -217,8 +224,8 @@ def test_training_steps_do_not_synchronize_with_the_device(run_of, optimizer):
     run = run_of(f"device={DEVICE}", f"optimizer={optimizer}", "micro_batch=4")
     take_step(run)
     set_sync_debug_mode = torch.cuda.set_sync_debug_mode if IS_GPU else str
+    set_sync_debug_mode("error")
     try:
-        set_sync_debug_mode("error")
         for _ in range(3):
             take_step(run)
     finally:

@@ -54,6 +54,7 @@ def test_a_gpu_without_kernels_is_skipped_and_refused_if_requested(monkeypatch, 
         ("NVIDIA H200", 4.8e12),
         ("NVIDIA A100 80GB PCIe", 1.94e12),  # not the bandwidth of other A100
         ("NVIDIA H200 NVL", 4.8e12),
+        ("NVIDIA H800 PCIe", 2e12),
         ("NVIDIA L4", 0.3e12),  # not that of an L40S
         ("NVIDIA GeForce RTX 4090", 1.01e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),

@@ -290,7 +290,9 @@ def test_each_gpu_trains_a_separate_run(monkeypatch, tmp_path):
 def test_runs_share_the_cores_of_a_cpu(monkeypatch):
     monkeypatch.setattr(jobs, "cores", lambda: [*range(8)])
     monkeypatch.setattr(jobs, "cpu_quota", lambda: 4.0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # with a driver that is too old
+    # The driver of both GPUs is too old.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert len(jobs.environments("auto")) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
